@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis as MplAxis
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.lines import Line2D
 
+# Inches and points: where a page is 500 pixels wide, a text has as many pixels as points.
+WIDTH, SMALL = 7.0, 9
+_LEGEND_LINE = 0.21  # inches
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
 KERNEL_COLOURS = (
     "#0072B2",
@@ -49,11 +54,11 @@ class Chart:
         return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def canvas(width: float, height: float, title: str = "") -> Figure:
-    """Return an empty figure of so many inches."""
+def canvas(height: float, title: str = "") -> Figure:
+    """Return an empty figure of so many inches, as wide as all are."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), layout="constrained")
+    made = Figure(figsize=(WIDTH, height), layout="constrained")
     if title:
         made.suptitle(title, fontsize=11)
     return made
@@ -66,13 +71,15 @@ def plain(ax: Axes) -> None:
 
 
 def readable(axis: MplAxis) -> None:
-    """Put plain numbers at 1, 2 and 5 of each decade of a log axis."""
+    """Put plain numbers at 1, 2 and 5 of each decade of a log axis, of many decades at 1 alone."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}".replace(",", " ")))
     axis.set_minor_formatter(NullFormatter())
-    axis.set_tick_params(labelsize=8)
+    axis.set_tick_params(labelsize=SMALL)
 
 
 def verbatim(text: str) -> str:
@@ -82,14 +89,27 @@ def verbatim(text: str) -> str:
 
 def note(ax: Axes, text: str, at: tuple[float, float], away: tuple[int, int], **more: Any) -> None:
     """Write a small text so many points away from a place."""
-    style = {"textcoords": "offset points", "fontsize": 8, "color": "#666666", **more}
+    style = {"textcoords": "offset points", "fontsize": SMALL, "color": "#555555", **more}
     ax.annotate(text, at, xytext=away, **style)
 
 
-def legend(where: Any, axes: Axes) -> None:
-    """Put the legend of one of its axes beside a figure, or a part of one."""
-    handles, labels = axes.get_legend_handles_labels()
-    where.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+def _columns(labels: Sequence[str]) -> int:
+    """Return how many labels stand side by side."""
+    return max(1, 84 // (max(map(len, labels), default=0) + 8))
+
+
+def legend_height(labels: Sequence[str]) -> float:
+    """Return the inches that a legend takes."""
+    return 0.1 + _LEGEND_LINE * math.ceil(len(labels) / _columns(labels))
+
+
+def legend(where: Figure | SubFigure, lines: Sequence[Line2D], labels: Sequence[str]) -> None:
+    """Put a legend below a figure, or below a part of one."""
+    place = {"loc": "outside lower center", "ncols": _columns(labels)}
+    made = where.legend(lines, [""] * len(lines), frameon=False, fontsize=SMALL, **place)
+    # Written afterwards: a legend drops labels that begin with an underscore.
+    for text, label in zip(made.get_texts(), labels, strict=True):
+        text.set_text(verbatim(label))
 
 
 def save(fig: Figure, path: Path, description: str) -> None:

@@ -8,17 +8,39 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.errors import UsageError, not_installed
+from jetfire.core.errors import UsageError
 from jetfire.core.files import write
 from jetfire.report import watched
-from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save, verbatim
+from jetfire.report.chart import (
+    KERNEL_COLOURS,
+    MARKERS,
+    canvas,
+    legend,
+    legend_height,
+    plain,
+    save,
+    verbatim,
+)
+from jetfire.report.page import (
+    COLOURS,
+    PageChart,
+    blank,
+    escaped,
+    render,
+)
 from jetfire.report.watched import WatchedRun
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
+TEMPLATE = "curves.html.j2"
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 POINTS = 400  # of a smoothed curve; more are finer than a line is wide
 OFF_THE_SCALE = 20.0  # % of a last validation loss over the first run's
+RAW = 2  # curves with each step's own loss behind them; of more these hide each other
+LOSS = "loss, nats per token; dashed: validation"
 
 Series = tuple[list[int], list[float]]  # steps, and a value at each
 
@@ -145,38 +167,50 @@ def image(
         first: what that is called there.
     """
     base = groups[0].mean
+    near = [group for group in groups if _near(base, group)]
+    labels = [
+        group.mean.label + ("" if group in near else " (off the scale of the lower chart)")
+        for group in groups
+    ]
     below = any(apart(base, group.mean)[0] for group in groups[1:])
-    heights = [7.5 if below else 5, *(run.height for run in maps)]
-    fig = canvas(9, sum(heights), title)
+    heights = [(6 if below else 4) + legend_height(labels), *(run.height for run in maps)]
+    fig = canvas(sum(heights), title)
     top, *parts = fig.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, run in zip(parts, maps, strict=True):
         watched.draw(part, run)
     axes = top.subplots(
         2 if below else 1, 1, squeeze=False, sharex=True, height_ratios=[2, 1] if below else [1]
     )[:, 0]
-    near = [group for group in groups if _near(base, group)]
+    lines = []
     for index, group in enumerate(groups):
         colour = KERNEL_COLOURS[index % len(KERNEL_COLOURS)]
         marker = MARKERS[index % len(MARKERS)]
-        away = "" if group in near else " (below: off the scale)"
-        _losses(axes[0], group, colour, marker, raw=len(groups) <= 2, away=away)
+        lines.append(_losses(axes[0], group, colour, marker, raw=len(groups) <= RAW))
         if below:
             _differences(axes[1], base, group, colour, marker)
     axes[0].set_ylim(*_limits(near))
-    axes[0].set_ylabel("loss, nats a token; dashed: validation")
-    axes[0].legend(frameon=False, fontsize=9)
+    axes[0].set_ylabel(LOSS)
     if below:
-        differences = (apart(base, run)[1] for group in near for run in group.runs)
-        axes[1].set_ylim(*_around([0.0, *(value for run in differences for value in run)]))
-        axes[1].set_ylabel(f"validation loss over\n{first}'s, %")
+        axes[1].set_ylim(*_difference_limits(base, near))
+        axes[1].set_ylabel(f"validation loss over\n{verbatim(first)}'s, %")
     for ax in axes:
         plain(ax)
     axes[-1].set_xlabel("step")
+    legend(top, lines, labels)
     save(fig, output, description)
 
 
-def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool, away: str) -> None:
-    """Draw the mean's training loss, smoothed, and validation loss; of several runs each too."""
+def _difference_limits(base: Curve, near: Sequence[CurveGroup]) -> tuple[float, float]:
+    differences = (apart(base, run)[1] for group in near for run in group.runs)
+    return _around([0.0, *(value for run in differences for value in run)])
+
+
+def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool) -> Line2D:
+    """Draw the mean's training loss, smoothed, and validation loss; of several runs each too.
+
+    Returns:
+        The line that stands for them in a legend.
+    """
     mean = group.mean
     if len(group.runs) > 1:
         for run in group.runs:
@@ -184,17 +218,10 @@ def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool, aw
         _band(ax, [(run.evaluated, run.validation) for run in group.runs], colour)
     elif raw:
         ax.plot(mean.steps, mean.losses, color=colour, linewidth=0.6, alpha=0.25)
-    label = verbatim(mean.label + away)
-    ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4, label=label)
-    ax.plot(
-        mean.evaluated,
-        mean.validation,
-        color=colour,
-        linestyle="--",
-        marker=marker,
-        markersize=3.5,
-        linewidth=0.8,
-    )
+    (line,) = ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4)
+    dashed = {"linestyle": "--", "marker": marker, "markersize": 3.5, "linewidth": 0.8}
+    ax.plot(mean.evaluated, mean.validation, color=colour, **dashed)
+    return line
 
 
 def _differences(ax: Axes, base: Curve, group: CurveGroup, colour: str, marker: str) -> None:
@@ -227,47 +254,72 @@ def page(groups: Sequence[CurveGroup], output: Path, maps: Sequence[WatchedRun] 
     Raises:
         UsageError: the file cannot be written, or Plotly is missing.
     """
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise not_installed("plotly", "html") from None
-
-    figure = go.Figure()
-    for index, group in enumerate(groups):
-        line = {"color": KERNEL_COLOURS[index % len(KERNEL_COLOURS)], "width": 1.6}
-        shared = {"legendgroup": str(index), "line": line}
-        mean = group.mean
-        figure.add_scatter(x=mean.steps, y=mean.smooth(), name=mean.label, **shared)
-        for run in group.runs:
-            figure.add_scatter(
-                x=run.steps,
-                y=run.losses,
-                opacity=0.25,
-                hoverinfo="skip",
-                showlegend=False,
-                **shared,
-            )
-        if mean.evaluated:
-            figure.add_scatter(
-                x=mean.evaluated,
-                y=mean.validation,
-                mode="lines+markers",
-                showlegend=False,
-                name=f"{mean.label} (validation)",
-                legendgroup=str(index),
-                line={**line, "dash": "dash", "width": 1},
-            )
-    figure.update_layout(
-        template="plotly_white",
-        xaxis_title="step",
-        hovermode="x unified",
-        yaxis={"title": "loss, nats a token; dashed: validation", "range": _limits(groups)},
-        legend={"orientation": "h", "y": -0.15},
-    )
-    figures = [figure, *map(watched.page_figure, maps)]
-    parts = [
-        one.to_html(include_plotlyjs=number == 0, full_html=False, default_height="90vh")
-        for number, one in enumerate(figures)
+    base = groups[0].mean
+    near = [group for group in groups if _near(base, group)]
+    charts = [
+        PageChart(
+            "losses",
+            "loss",
+            "Training loss, a running mean, and validation loss, dashed.",
+            _loss_figure(groups, _limits(near)),
+        )
     ]
-    head = '<!doctype html><html><head><meta charset="utf-8"></head><body>'
-    write(output, "\n".join([head, *parts, "</body></html>\n"]))
+    if any(apart(base, group.mean)[0] for group in groups[1:]):
+        charts.append(
+            PageChart(
+                "differences",
+                "validation loss over the first's",
+                f"In %, of {base.label}; a run that ends more than {OFF_THE_SCALE:.0f}% above it "
+                "is off the scale.",
+                _difference_figure(groups, _difference_limits(base, near)),
+            )
+        )
+    drawn = [
+        (run.label, [watched.page_chart(run, kind, f"run-{i}") for kind in watched.KINDS])
+        for i, run in enumerate(maps)
+    ]
+    names = ", ".join(group.mean.label.split(", ")[0] for group in groups[:3])
+    title = f"Training: {names}{', …' if len(groups) > 3 else ''}"
+    write(output, render(TEMPLATE, title=title, charts=charts, maps=drawn))
+
+
+def _page_line(index: int, group: CurveGroup, **line: Any) -> dict[str, Any]:
+    """Return how a group's lines look, and what belongs to them in the legend."""
+    colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
+    return {
+        "name": escaped(group.mean.label),
+        "legendgroup": str(index),
+        "line": {"color": colour, "width": 1.6, **line},
+        "marker": {"symbol": symbol, "size": 7},
+    }
+
+
+def _loss_figure(groups: Sequence[CurveGroup], limits: tuple[float, float]) -> go.Figure:
+    figure = blank(480 + 20 * len(groups))
+    for index, group in enumerate(groups):
+        mean, look = group.mean, _page_line(index, group)
+        steps, losses = mean.smooth_points()
+        figure.add_scatter(x=steps, y=losses, mode="lines", **look)
+        if len(groups) <= RAW:
+            for run in group.runs:
+                raw = {**look, "opacity": 0.3, "hoverinfo": "skip", "showlegend": False}
+                figure.add_scatter(x=run.steps, y=run.losses, mode="lines", **raw)
+        if mean.evaluated:
+            dashed = _page_line(index, group, dash="dash", width=1)
+            dashed |= {"name": f"{look['name']} (validation)", "showlegend": False}
+            figure.add_scatter(x=mean.evaluated, y=mean.validation, mode="lines+markers", **dashed)
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text=LOSS, range=limits)
+    figure.update_layout(hovermode="x")
+    return figure
+
+
+def _difference_figure(groups: Sequence[CurveGroup], limits: tuple[float, float]) -> go.Figure:
+    figure = blank(320 + 20 * len(groups))
+    for index, group in enumerate(groups):
+        steps, shares = apart(groups[0].mean, group.mean)
+        look = _page_line(index, group)
+        figure.add_scatter(x=steps, y=shares, mode="lines+markers", **look)
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="validation loss over the first's, %", range=limits)
+    return figure

@@ -282,7 +282,7 @@ def plots(results: Results) -> dict[str, list[Row]]:
         replace(
             row,
             op="memory-bound ops",
-            kernel=f"{row.op} {row.problem.get('mode', '')}".strip(),
+            kernel=", ".join(filter(None, [row.op, row.problem.get("mode")])),
             problem={dim: row.problem[dim] for dim in ("m", "n")},
         )
         for row in usual(square)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,15 @@ from jetfire.report.chart import (
     KERNEL_COLOURS,
     MARKERS,
     PEER_COLOURS,
+    SMALL,
     canvas,
     legend,
+    legend_height,
     note,
     plain,
     readable,
     save,
+    verbatim,
 )
 from jetfire.report.rows import grouped, varying
 from jetfire.report.show import by_op
@@ -26,7 +31,7 @@ from jetfire.report.text import data_text, significant, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 DIMS = ("m", "n", "k")
 
@@ -101,12 +106,15 @@ def _styles(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Return each series' style: kernels first, then peers.
 
     Of several kernels with several blocks (or roundings, …) each, a colour stands for what the
-    kernels have in common and a marker for the kernel.
+    kernels have in common and a marker for the kernel; of more kernels than there are markers the
+    other way round.
     """
     parted = [one.label.partition(", ")[::2] for one in series if one.role == "kernel"]
     kernels, variants = (list(dict.fromkeys(pair[i] for pair in parted)) for i in range(2))
     if len(kernels) > 1 and len(variants) > 1:
         places = [(variants.index(v), kernels.index(k)) for k, v in parted]
+        if len(kernels) > len(MARKERS):
+            places = [place[::-1] for place in places]
     else:
         places = [(i, i) for i in range(len(parted))]
     ours = [KERNELS | _style(KERNEL_COLOURS, *place) for place in places]
@@ -135,11 +143,11 @@ def _draw(ax: Axes, series: Sequence[Series], axis: Axis, value: Value) -> None:
         # Where several rows share a shape (a peer beside each block), their median.
         ys = [median(value(row) or 0.0 for row in at[x]) for x in sorted(at)]
         line = style if axis.numeric else {**style, "linestyle": ""}
-        ax.plot(sorted(at), ys, label=one.label, **line)
+        ax.plot(sorted(at), ys, **line)
     if axis.numeric:
         ax.set_xscale("log", base=2)
     crowded = len(axis.ticks) > 6 or not axis.numeric
-    style = {"rotation": 45, "ha": "right", "fontsize": 8, "rotation_mode": "anchor"}
+    style = {"rotation": 45, "ha": "right", "fontsize": SMALL, "rotation_mode": "anchor"}
     ax.set_xticks(list(axis.ticks), list(axis.ticks.values()), **(style if crowded else {}))
     ax.minorticks_off()
     if not axis.numeric:
@@ -161,8 +169,8 @@ def _bars(ax: Axes, series: Sequence[Series], value: Value) -> None:
                 zorder=2,
                 alpha=1.0 if one.role == "kernel" else 0.45,
             )
-            ax.bar_label(bar, fmt=lambda y: significant(y, 4), padding=3, fontsize=8)
-    ax.set_yticks(range(len(series)), [one.label for one in series])
+            ax.bar_label(bar, fmt=lambda y: significant(y, 4), padding=3, fontsize=SMALL)
+    ax.set_yticks(range(len(series)), [verbatim(one.label) for one in series], fontsize=SMALL)
     ax.invert_yaxis()
     ax.margins(x=0.12)
     plain(ax)
@@ -189,7 +197,7 @@ def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, An
 
 
 def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> None:
-    """TFLOP/s against operations a byte, under the measured ceilings."""
+    """TFLOP/s against operations per byte, under the measured ceilings."""
     peak, slope = peaks["int8_tops"], peaks["copy_gbps"] / 1e3  # TFLOP/s, TB/s
     intensities = []
     for one, style in zip(series, _styles(series), strict=True):
@@ -207,32 +215,71 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
     ax.set_yscale("log")
     readable(ax.xaxis)
     readable(ax.yaxis)
-    ax.set_xlabel("operations a byte (fewest bytes)")
+    ax.set_xlabel("operations per byte (fewest bytes)")
     ax.set_ylabel("TFLOP/s")
     plain(ax)
 
 
 def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
-    """A line of charts for each op."""
-    parts = [part for part in by_op(rows) if any(row.ms is not None for row in part)]
+    """Each op's charts below each other, and their legend."""
+    parts = [_Part.of(part) for part in by_op(rows) if any(row.ms is not None for row in part)]
     peaks = device.get("peaks") or {}
-    fig = canvas(17, 5.2 * len(parts))
-    subfigures = fig.subfigures(len(parts), 1, squeeze=False)[:, 0]
+    heights = [part.height(peaks) for part in parts]
+    fig = canvas(sum(heights))
+    subfigures = fig.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for sub, part in zip(subfigures, parts, strict=True):
-        series = series_of(part)
-        axis = axis_of([row for one in series for row in one.rows])
-        compute = {"int8_tops", "copy_gbps"} <= set(peaks) and any(row.tflops for row in part)
-        shared, _ = varying(part)
-        sub.suptitle(f"{part[0].op}   {problem_text(shared)}\n{where(device)}", fontsize=11)
-        axes = sub.subplots(1, 3 if compute else 2)
+        sub.suptitle(f"{part.title}\n{where(device)}", fontsize=11)
+        part.draw(sub, peaks)
+    return fig
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One op's rows as series, and where their shapes stand."""
+
+    title: str
+    series: Sequence[Series]
+    axis: Axis
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> _Part:
+        series = series_of(rows)
+        title = textwrap.fill(f"{rows[0].op}   {problem_text(varying(rows)[0])}", 80)
+        return cls(title, series, axis_of([row for one in series for row in one.rows]))
+
+    @property
+    def labels(self) -> list[str]:
+        return [one.label for one in self.series]
+
+    @property
+    def several(self) -> bool:
+        return len(self.axis.ticks) > 1
+
+    def roofline(self, peaks: Mapping[str, Any]) -> bool:
+        known = {"int8_tops", "copy_gbps"} <= set(peaks)
+        return known and any(row.tflops for one in self.series for row in one.rows)
+
+    def heights(self, peaks: Mapping[str, Any]) -> list[float]:
+        """Return the charts' inches: time, rate and, of an op that computes, the roofline."""
+        bars = 0.8 + 0.26 * len(self.series)
+        each = 3.0 if self.several else bars
+        return [each, each, *([3.0] if self.roofline(peaks) else [])]
+
+    def height(self, peaks: Mapping[str, Any]) -> float:
+        return 0.5 + sum(self.heights(peaks)) + legend_height(self.labels)
+
+    def draw(self, sub: SubFigure, peaks: Mapping[str, Any]) -> None:
+        heights = self.heights(peaks)
+        axes = sub.subplots(len(heights), 1, height_ratios=heights)
+        series, axis = self.series, self.axis
         if _drawn(axes[0], series, axis, "time, µs", lambda row: row.ms and row.ms * 1e3):
             axes[0].set_yscale("log")
             readable(axes[0].yaxis)
         _rate(axes[1], series, axis, peaks)
-        if compute:
+        if self.roofline(peaks):
             _roofline(axes[2], series, peaks)
-        legend(sub, axes[0])
-    return fig
+        if self.several:  # bars have their names beside them
+            legend(sub, axes[0].lines, self.labels)
 
 
 def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
@@ -248,19 +295,24 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
     charts += [(kind, True) for kind, _ in charts if "gradient" in (kind or "")]
     shape = shape_text(timed[0].problem, ())
     title = f"What a promotion costs: GEMM {shape}, BF16 out\n{where(device)}"
-    fig = canvas(3.7 * len(charts) + 2.4, 4.8, title)
-    axes = fig.subplots(1, len(charts), sharey=True, squeeze=False)[0]
-    for ax, (kind, by_row) in zip(axes, charts, strict=True):
+    lines = math.ceil(len(charts) / 2)
+    labels = [one.label for one in series]
+    fig = canvas(0.6 + 3.2 * lines + legend_height(labels), title)
+    axes = fig.subplots(lines, min(2, len(charts)), sharey=True, squeeze=False).flat
+    for ax in axes[len(charts) :]:
+        ax.remove()
+    for ax, (kind, by_row) in zip(axes, charts, strict=False):
         for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
             here = Series(one.label, one.role, tuple(r for r in one.rows if r.data == kind))
             _tradeoff(ax, here, by_row, style, left=i % 2 == 0)
         ax.set_title(f"{data_text(kind)} data", fontsize=10)
         ax.set_xlabel("SQNR of the median row of C, dB" if by_row else "SQNR, dB")
-        ax.margins(x=0.16)
-        ax.set_ylim(bottom=0)
+        ax.margins(x=0.2)
         plain(ax)
-    axes[0].set_ylabel("TOPS")
-    legend(fig, axes[0])
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel("TOPS")
+    axes[0].set_ylim(bottom=0)  # of all: they share it, and by now it holds all that is drawn
+    legend(fig, axes[0].lines, labels)
     return fig
 
 
@@ -272,12 +324,14 @@ def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], 
     if series.role == "peer" and rows:
         xs, ys = [median(xs)], [median(ys)]
         style = {**style, "linestyle": "", "markersize": 7}
-    ax.plot(xs, ys, label=series.label, **style)
+    ax.plot(xs, ys, **style)
     if series.role == "peer":
         return
     for x, y, row in zip(xs, ys, rows, strict=True):
-        text, side = f"K {row.problem['block']}", "right" if left else "left"
-        note(ax, text, (x, y), (-7 if left else 7, 2), ha=side, color=style["color"])
+        # A line falls to the right, so below it at the left and above it at the right is room.
+        away, side, rise = ((-5, -4), "right", "top") if left else ((7, 2), "left", "bottom")
+        text = f"K {row.problem['block']}"
+        note(ax, text, (x, y), away, ha=side, va=rise, color=style["color"])
 
 
 def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 from typing_extensions import TypedDict
@@ -23,13 +23,22 @@ from jetfire.core.files import Missing, Unreadable
 from jetfire.core.profiles import Entry
 from jetfire.core.schema import Count, Fields, Line, Name
 from jetfire.measure.results import Amount, Milliseconds, blocks_text, shape_text
-from jetfire.report.chart import KERNEL_COLOURS, MARKERS, canvas, plain, save
+from jetfire.report.chart import (
+    KERNEL_COLOURS,
+    MARKERS,
+    SMALL,
+    canvas,
+    legend,
+    legend_height,
+    plain,
+    save,
+)
 from jetfire.report.rows import grouped
 from jetfire.report.table import Section, Table
 from jetfire.report.text import NOTHING, counted, mean, times, where
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 LOOKUPS_SCHEMA = 1
 NEAR = 1.1
@@ -368,8 +377,6 @@ def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str
 
 # The chart.
 
-_T = TypeVar("_T", ShippedEntry, Lookup)
-
 
 def plot(
     entries: Sequence[ShippedEntry],
@@ -378,75 +385,91 @@ def plot(
     path: Path,
     description: str = "",
 ) -> None:
-    """Draw a column for each op, its problems sorted; below it the same of the lookups, if any."""
-    fig = canvas(10, 8.4 if found else 4.4, f"Tuned configs\n{where(device)}")
-    axes = fig.subplots(2 if found else 1, 1, squeeze=False)[:, 0]
-    _strips(
-        axes[0],
-        [one for one in in_use(entries) if one.gain is not None],
-        lambda one: one.gain or math.nan,
-        lambda one: f"block {found}" if (found := blocks_text(one.entry.problem)) else "no blocks",
-        mean_gain,
-    )
-    axes[0].set_title(
-        "default / tuned, each problem; beside the op, the geometric mean", fontsize=10
-    )
-    axes[0].set_ylabel("gain over the default")
+    """Draw a line for each op, its problems sorted; below them the same of the lookups, if any."""
+    tuned = [one for one in in_use(entries) if one.gain is not None]
+    strips = [
+        _Strips(
+            "default / tuned, each problem; beside the op, the geometric mean",
+            "gain over the default",
+            [(one.op, one.gain or math.nan, _block_text(one)) for one in tuned],
+            {op: mean_gain(part) for op, part in grouped(tuned, lambda one: one.op).items()},
+        )
+    ]
     if found:
-        _strips(
-            axes[1],
-            found,
-            lambda one: one.ratio,
-            lambda one: f"{one.source} profile".replace("default profile", "default (none near)"),
-            lambda part: f"{near(part)} of {len(part)}",
+        ops = grouped(found, lambda one: one.op)
+        strips.append(
+            _Strips(
+                "lookup / tuned, each shape without a profile; "
+                f"beside the op, those within {NEAR - 1:.0%}",
+                "time over the tuned config's",
+                [(one.op, one.ratio, _SOURCES[one.source]) for one in found],
+                {op: f"{near(part)} of {len(part)}" for op, part in ops.items()},
+                NEAR,
+            )
         )
-        axes[1].axhline(NEAR, color="#999999", linewidth=1, linestyle=":", zorder=1)
-        axes[1].set_title(
-            f"lookup / tuned, each shape without a profile; beside the op, those within "
-            f"{NEAR - 1:.0%}",
-            fontsize=10,
-        )
-        axes[1].set_ylabel("time over the tuned config's")
+    heights = [one.height for one in strips]
+    fig = canvas(0.5 + sum(heights), f"Tuned configs\n{where(device)}")
+    parts = fig.subfigures(len(strips), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, one in zip(parts, strips, strict=True):
+        one.draw(part)
     save(fig, path, description)
 
 
-def _strips(
-    ax: Axes,
-    values: Sequence[_T],
-    value: Callable[[_T], float],
-    kind: Callable[[_T], str],
-    summary: Callable[[Sequence[_T]], str],
-) -> None:
-    """Sorted points, a column an op and a colour a kind; the summary stands under the op's name."""
-    columns = {op: sorted(part, key=value) for op, part in grouped(values, lambda v: v.op).items()}
-    points: dict[str, tuple[list[float], list[float]]] = {
-        name: ([], []) for name in sorted({kind(v) for v in values}, key=lambda n: (len(n), n))
-    }
-    for i, part in enumerate(columns.values()):
-        for rank, one in enumerate(part):
-            xs, ys = points[kind(one)]
-            xs.append(round(i - 0.4 + 0.8 * (rank + 0.5) / len(part), 4))
-            ys.append(value(one))
-        if i:
-            ax.axvline(i - 0.5, color="#e6e6e6", linewidth=0.8)
-    for i, (name, (xs, ys)) in enumerate(points.items()):
-        ax.plot(
-            xs,
-            ys,
-            linestyle="",
-            marker=MARKERS[i],
-            markersize=3.5,
-            alpha=0.8,
-            color=KERNEL_COLOURS[i],
-            label=name,
-        )
-    names = [f"{op}  {summary(part)}" for op, part in columns.items()]
-    ax.set_xticks(
-        range(len(columns)), names, fontsize=8, rotation=40, ha="right", rotation_mode="anchor"
-    )
-    ax.set_xlim(-0.5, max(1, len(columns)) - 0.5)
-    ax.yaxis.set_major_formatter(lambda y, _: times(y))
-    plain(ax)
-    ax.grid(False, axis="x")
-    if points:
-        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+_SOURCES = {"nearest": "nearest profile", "default": "default (none near)"}
+
+
+def _block_text(one: ShippedEntry) -> str:
+    text = blocks_text(one.entry.problem)
+    return f"block {text}" if text else "no blocks"
+
+
+@dataclass(frozen=True)
+class _Strips:
+    """Sorted points, a line per op and a colour per kind.
+
+    Attributes:
+        points: op, value and kind of each.
+        said: what stands beside each op's name.
+        level: a value to mark.
+    """
+
+    title: str
+    label: str
+    points: Sequence[tuple[str, float, str]]
+    said: Mapping[str, str]
+    level: float | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted({kind for *_, kind in self.points}, key=lambda name: (len(name), name))
+
+    @property
+    def height(self) -> float:
+        """Inches of the chart and its legend."""
+        return 0.8 + 0.25 * len(self.said) + legend_height(self.kinds)
+
+    def draw(self, part: SubFigure) -> None:
+        ax = part.subplots()
+        ops = list(self.said)
+        marks: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in self.kinds}
+        for op, points in grouped(self.points, lambda point: point[0]).items():
+            for rank, (_, value, kind) in enumerate(sorted(points, key=lambda point: point[1])):
+                xs, ys = marks[kind]
+                xs.append(value)
+                ys.append(round(ops.index(op) + 0.4 - 0.8 * (rank + 0.5) / len(points), 4))
+        for i, (xs, ys) in enumerate(marks.values()):
+            style = {"marker": MARKERS[i], "markersize": 3.5, "color": KERNEL_COLOURS[i]}
+            ax.plot(xs, ys, linestyle="", alpha=0.8, **style)
+        lines = list(ax.lines)
+        for i in range(1, len(ops)):
+            ax.axhline(i - 0.5, color="#e6e6e6", linewidth=0.8)
+        if self.level is not None:
+            ax.axvline(self.level, color="#999999", linewidth=1, linestyle=":", zorder=1)
+        ax.set_yticks(range(len(ops)), [f"{op}  {self.said[op]}" for op in ops], fontsize=SMALL)
+        ax.set_ylim(len(ops) - 0.5, -0.5)  # the first op on top
+        ax.xaxis.set_major_formatter(lambda x, _: times(x))
+        ax.set_xlabel(self.label)
+        ax.set_title(self.title, fontsize=10)
+        plain(ax)
+        ax.grid(False, axis="y")
+        legend(part, lines, self.kinds)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import files
-from jetfire.core.errors import not_installed
+from jetfire.report import page
+from jetfire.report.page import PageChart
 from jetfire.report.table import Table
 from jetfire.report.text import NOTHING, fields_text, mean, significant, times
 
@@ -31,28 +31,15 @@ def write(digests: Sequence[Digest], file: Path) -> None:
 
 
 def render(digests: Sequence[Digest]) -> str:
-    """The page's HTML."""
-    import jinja2
-
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise not_installed("plotly", "html") from None
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    """Return the page's HTML."""
     gains = [digest.gain for digest in digests if digest.gain]
     of = f"over {len(gains)} of {len(digests)} studies"
-    return environment.get_template(TEMPLATE).render(
+    return page.render(
+        TEMPLATE,
         title="Tuning report" if len(digests) != 1 else f"{digests[0].title}: tuning report",
         index=_index(digests) if len(digests) > 1 else None,
         mean=f"{times(mean(gains), 3)} {of}" if gains else None,
         sections=[_section(f"study-{i}", digest) for i, digest in enumerate(digests)],
-        plotly=get_plotlyjs(),
     )
 
 
@@ -177,8 +164,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _charts(identifier: str, digest: Digest) -> list[dict[str, str | None]]:
-    """Each figure as JSON that is safe inside a script element, or why there is none."""
+def _charts(identifier: str, digest: Digest) -> list[PageChart]:
     from jetfire.report import tuning_charts as charts
 
     cost = "time" if digest.units[0] == "ms" else "energy"
@@ -216,14 +202,17 @@ def _charts(identifier: str, digest: Digest) -> list[dict[str, str | None]]:
     if digest.get("objective") == "both":
         caption = "Energy over time; nothing beats the configs on the line in both."
         found.append(("time and energy", charts.pareto, caption, no_time))
-    shown = []
-    for title, draw, caption, missing in found:
-        figure, name = draw(digest), f"{identifier}-{title.split()[0]}"
-        data = None if figure is None else script_json(figure.to_json())
-        shown.append(
-            {"id": name, "title": title, "caption": caption, "data": data, "missing": missing}
+    return [
+        PageChart(
+            f"{identifier}-{title.split()[0]}",
+            title,
+            caption,
+            draw(digest),
+            missing,
+            charts.parallel_width(digest) if draw == charts.parallel else 0,
         )
-    return shown
+        for title, draw, caption, missing in found
+    ]
 
 
 def _roofline_caption(digest: Digest) -> str:
@@ -231,14 +220,6 @@ def _roofline_caption(digest: Digest) -> str:
     if not digest.get("flops"):
         return f"The op is memory-bound: bytes it must move at least, over time.{missing}"
     return f"Operations over time, by operations over the fewest bytes to move.{missing}"
-
-
-def script_json(text: str) -> str:
-    """The same JSON with nothing that could end a script element; keys sorted."""
-    dumped = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
-    for character in "<>&":
-        dumped = dumped.replace(character, f"\\u{ord(character):04x}")
-    return dumped
 
 
 def _row(digest: Digest, attempt: Attempt, energy: bool) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
+from jetfire.report.page import GRID, blank, escaped
 from jetfire.report.text import fields_text, significant
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ COLOURS = {
 }
 BEST, DEFAULT, ROOF = "#009e73", "#b455c8", "#888888"
 FAST, SLOW = (31, 119, 208), (217, 119, 43)
-GRID = "rgba(128,128,128,0.25)"
 COST = {"ms": "time a call (ms)", "J": "energy a call (J)"}
 SHADES = 16
 Ticks = tuple[list[float], list[str]]
@@ -71,44 +70,6 @@ def _log_axis(title: str, values: Sequence[float], pad: float = 0.08) -> dict[st
     }
 
 
-def _figure(height: int, **layout: Any) -> go.Figure:
-    """Transparent, so that the page's colours show through; the page colours its texts too."""
-    figure = go.Figure()
-    figure.update_layout(
-        template=go.layout.Template(),
-        height=height,
-        margin={"l": 64, "r": 24, "t": 16, "b": 48},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        hovermode="closest",
-        font={"color": "#808080", "family": "system-ui, sans-serif", "size": 12},
-        legend={
-            "orientation": "h",
-            "y": 1.02,
-            "yanchor": "bottom",
-            "x": 0,
-            "bgcolor": "rgba(0,0,0,0)",
-        },
-        hoverlabel={
-            "bgcolor": "#222222",
-            "bordercolor": "#888888",
-            "align": "left",
-            "font": {"color": "#ffffff", "family": "ui-monospace, monospace"},
-        },
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#909090"},
-        **layout,
-    )
-    axis = {"gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True}
-    figure.update_xaxes(**axis)
-    figure.update_yaxes(**axis)
-    return figure
-
-
-def plain(text: object) -> str:
-    """Text as it is: Plotly reads some HTML tags."""
-    return html.escape(str(text), quote=False)
-
-
 def _hover(attempt: Attempt, *more: str) -> str:
     lines = [f"trial {attempt.number}: {attempt.fate}"]
     if attempt.ms is not None:
@@ -117,7 +78,7 @@ def _hover(attempt: Attempt, *more: str) -> str:
         lines.append(f"{significant(attempt.joules, 4)} J")
     lines += [*more, *textwrap.wrap(fields_text(attempt.config), 72)]
     lines += textwrap.wrap(attempt.message[:500], 72)[:6]
-    return "<br>".join(map(plain, lines))
+    return "<br>".join(map(escaped, lines))
 
 
 def _points(
@@ -198,7 +159,7 @@ def history(digest: Digest) -> go.Figure | None:
     strip = min(0.05 + 0.06 * len(rows), 0.45) if rows else 0.0
     if not digest.measured:
         strip = 1.0
-    figure = _figure(400 if digest.measured else 120 + 30 * len(rows))
+    figure = blank(400 if digest.measured else 120 + 30 * len(rows))
     for fate in rows:
         group = [a for a in failed if a.fate == fate]
         points = _points(
@@ -207,7 +168,7 @@ def history(digest: Digest) -> go.Figure | None:
         figure.add_trace(points.update(yaxis="y2", showlegend=False))
     last = digest.attempts[-1].number
     figure.update_xaxes(
-        title="trial", range=[-0.7, last + 0.7], tickformat="d", anchor="free", position=0
+        title_text="trial", range=[-0.7, last + 0.7], tickformat="d", anchor="free", position=0
     )
     if rows:
         figure.update_layout(
@@ -256,14 +217,14 @@ def importance(digest: Digest) -> go.Figure | None:
     if not found:
         return None
     order = list(next(iter(found.values())))[::-1]
-    figure = _figure(110 + 28 * len(order) * len(found), barmode="group")
+    figure = blank(110 + 28 * len(order) * len(found), barmode="group")
     for unit, shares in found.items():
         values = [shares.get(name, 0.0) for name in order]
         figure.add_trace(
             go.Bar(
                 name="time" if unit == "ms" else "energy",
                 orientation="h",
-                y=list(map(plain, order)),
+                y=list(map(escaped, order)),
                 x=values,
                 text=[f"{value:.0%}" for value in values],
                 textposition="outside",
@@ -273,8 +234,8 @@ def importance(digest: Digest) -> go.Figure | None:
                 marker={"color": COLOURS["ok"] if unit == "ms" else COLOURS["slow"]},
             )
         )
-    figure.update_xaxes(title="share of the importance", tickformat=".0%", range=[0, 1.08])
-    figure.update_yaxes(title="parameter", type="category")
+    figure.update_xaxes(title_text="share of the importance", tickformat=".0%", range=[0, 1.08])
+    figure.update_yaxes(title_text="parameter", type="category")
     return figure
 
 
@@ -313,7 +274,7 @@ def parallel(digest: Digest) -> go.Figure | None:
     low, high = math.log10(_cost(ranked[0])), math.log10(_cost(ranked[-1]))
     share = {a.number: (math.log10(_cost(a)) - low) / ((high - low) or 1.0) for a in ranked}
     places = _places(digest, ranked)
-    figure = _figure(460)
+    figure = blank(460)
     for shade in reversed(range(SHADES)):
         group = [a for a in ranked if min(int(share[a.number] * SHADES), SHADES - 1) == shade]
         if group:
@@ -331,6 +292,13 @@ def parallel(digest: Digest) -> go.Figure | None:
             figure.add_trace(_lines(name, [attempt], places, share, line))
     _parallel_axes(figure, digest, 10**low, 10**high)
     return figure
+
+
+def parallel_width(digest: Digest) -> int:
+    """Return the pixels at which no name below an axis of `parallel` meets the next."""
+    names = [*digest.fields, COST[digest.units[0]]]
+    apart = max((len(a) + len(b) for a, b in pairwise(names)), default=0) * 3.4 + 6
+    return round(72 + apart * len(names))
 
 
 def _lines(
@@ -372,7 +340,7 @@ def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -
         return {**at, "text": text, "showarrow": False}
 
     texts = [
-        label(i, (row + 0.5) / len(values), plain(value), "right", -6)
+        label(i, (row + 0.5) / len(values), escaped(value), "right", -6)
         for i, values in enumerate(digest.fields.values())
         for row, value in enumerate(values)
     ]
@@ -381,10 +349,10 @@ def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -
         texts.append(label(len(names) - 1, math.log10(value / low) / span, text, "left", 6))
     line = {"type": "line", "layer": "below", "line": {"color": ROOF, "width": 1}}
     verticals = [{**line, "x0": i, "x1": i, "y0": 0, "y1": 1} for i in range(len(names))]
-    figure.update_layout(annotations=texts, shapes=verticals, margin={"r": 64})
+    figure.update_layout(annotations=texts, shapes=verticals, margin={"l": 24, "r": 48})
     figure.update_xaxes(
         tickvals=list(range(len(names))),
-        ticktext=list(map(plain, names)),
+        ticktext=list(map(escaped, names)),
         range=[-0.3, len(names) - 0.6],
         showgrid=False,
     )
@@ -407,14 +375,14 @@ def roofline(digest: Digest) -> go.Figure | None:
     def rate(attempt: Attempt) -> float:
         return flops / (attempt.ms or math.inf) / 1e9
 
-    figure = _figure(420)
+    figure = blank(420)
     ceilings = _roofs(copy, tops, left, ridge, right)
     figure.add_traces(ceilings)
     figure.add_traces(_by_fate(digest.measured, lambda a: intensity, rate))
     figure.add_traces(_marked(digest, digest.ok, lambda a: intensity, rate))
     heights = [y for trace in ceilings for y in trace.y] + [rate(a) for a in digest.measured]
     figure.update_layout(
-        xaxis=_log_axis("arithmetic intensity (operations a byte)", [left, right], 0.0),
+        xaxis=_log_axis("arithmetic intensity (operations per byte)", [left, right], 0.0),
         yaxis=_log_axis("attained rate (TOPS)", heights),
     )
     return figure
@@ -445,14 +413,14 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
     def height(attempt: Attempt) -> float:
         return attempt.number * 0.618034 % 1  # the golden ratio spreads any run of numbers
 
-    figure = _figure(240)
+    figure = blank(240)
     figure.add_traces(_by_fate(digest.measured, rate, height))
     figure.add_traces(_marked(digest, digest.ok, rate, height))
     if copy:
         name = f"copy {significant(copy, 4)} GB/s"
         figure.add_trace(_line(name, [copy, copy], [-0.2, 1.2], ROOF))
     highest = max([*(rate(a) for a in digest.measured), copy or 0.0])
-    figure.update_xaxes(title="attained bandwidth (GB/s)", range=[0, highest * 1.06])
+    figure.update_xaxes(title_text="attained bandwidth (GB/s)", range=[0, highest * 1.06])
     figure.update_yaxes(visible=False, range=[-0.2, 1.2])
     return figure
 
@@ -478,7 +446,7 @@ def pareto(digest: Digest) -> go.Figure | None:
     def joules(attempt: Attempt) -> float:
         return attempt.joules or 0.0
 
-    figure = _figure(420)
+    figure = blank(420)
     figure.add_traces(_by_fate(both, ms, joules))
     edge = front([a for a in both if a.fate == "ok"])
     x, y = list(map(ms, edge)), list(map(joules, edge))

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetfire.report.chart import GAP, HEAT, verbatim
+from jetfire.report.chart import GAP, HEAT, SMALL, verbatim
+from jetfire.report.page import PageChart, blank, escaped
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
 
 KINDS = {"weight": "weights", "input": "inputs", "gradient": "gradients of outputs"}
 COLUMNS = 300  # of a map; more are finer than it is wide
+MAPPED = 8  # runs; each takes a third of a second to draw and fills a screen
 _BIT = 6.0  # dB; colours span as much at least, so that what differs by less looks alike
-_LABELS = 20  # of rows; more would overlap
+_LABELS = 8  # of rows; more would overlap
 
 Grid = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -83,7 +84,7 @@ class WatchedRun:
     @property
     def height(self) -> float:
         """Inches of its maps."""
-        return 2 + min(6.0, max(1.5, 0.06 * len(self.layers)))
+        return 0.7 + len(KINDS) * (0.6 + min(4.0, max(1.2, 0.06 * len(self.layers))))
 
 
 def _ratios(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
@@ -110,24 +111,26 @@ def _ordered(layers: Sequence[str]) -> list[str]:
 
 
 def draw(part: SubFigure, run: WatchedRun) -> None:
-    """Draw a run's maps side by side."""
-    part.suptitle(f"signal to quantisation noise, dB: {verbatim(run.label)}", fontsize=10)
-    axes = part.subplots(1, len(KINDS), sharey=True)
+    """Draw a run's maps below each other."""
+    part.suptitle(f"signal to quantisation noise: {verbatim(run.label)}", fontsize=10)
+    axes = part.subplots(len(KINDS), 1, sharex=True)
     for ax, kind in zip(axes, KINDS, strict=True):
         ax.set_facecolor(GAP)
         low, high = run.span(kind)
         shown = ax.imshow(
             run.sqnr[kind], HEAT, aspect="auto", interpolation="nearest", vmin=low, vmax=high
         )
-        part.colorbar(shown, ax=ax, location="bottom", aspect=30).ax.tick_params(labelsize=8)
-        ax.set_title(run.title(kind), fontsize=8)
-        ticks = range(0, len(run.steps), math.ceil(len(run.steps) / 5))
-        ax.set_xticks(ticks, [str(run.steps[i]) for i in ticks], fontsize=8)
-        ax.set_xlabel("step", fontsize=8)
-    _label_rows(axes, run.layers)
+        bar = part.colorbar(shown, ax=ax, aspect=12)
+        bar.ax.tick_params(labelsize=SMALL)
+        bar.set_label("dB", fontsize=SMALL)
+        ax.set_title(verbatim(run.title(kind)), fontsize=SMALL)
+        _label_rows(ax, run.layers)
+    ticks = range(0, len(run.steps), math.ceil(len(run.steps) / 8))
+    axes[-1].set_xticks(ticks, [str(run.steps[i]) for i in ticks], fontsize=SMALL)
+    axes[-1].set_xlabel("step")
 
 
-def _label_rows(axes: Sequence[Axes], layers: Sequence[str]) -> None:
+def _label_rows(ax: Axes, layers: Sequence[str]) -> None:
     """Name each group of rows at its middle, with a line between two."""
     groups = [
         (name.rpartition(".")[2], len(list(of)))
@@ -136,41 +139,48 @@ def _label_rows(axes: Sequence[Axes], layers: Sequence[str]) -> None:
     ends = [end - 0.5 for end in accumulate(count for _, count in groups)]
     middles = [end - count / 2 for end, (_, count) in zip(ends, groups, strict=True)]
     named = slice(None, None, max(1, math.ceil(len(groups) / _LABELS)))
-    axes[0].set_yticks(middles[named], [name for name, _ in groups[named]], fontsize=8)
-    for ax in axes:
-        for end in ends[:-1][named]:
-            ax.axhline(end, color="white", linewidth=1)
+    names = [verbatim(name) for name, _ in groups[named]]
+    ax.set_yticks(middles[named], names, fontsize=SMALL)
+    for end in ends[:-1][named]:
+        ax.axhline(end, color="white", linewidth=1)
 
 
-def page_figure(run: WatchedRun) -> go.Figure:
-    """Return the same maps, for a page: a cell tells its layer and step."""
+def worst(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
+    """Return the MAPPED runs with the lowest ratios, in their order: nobody looks at more maps."""
+
+    def lowest(run: WatchedRun) -> float:
+        return min((value for value, _, _ in run.lowest.values()), default=math.inf)
+
+    kept = sorted(runs, key=lowest)[:MAPPED]
+    return [run for run in runs if run in kept]
+
+
+def page_chart(run: WatchedRun, kind: str, identifier: str) -> PageChart:
+    """Return one of the maps, for a page: a cell tells its layer and step."""
     import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
 
-    titles = [run.title(kind).replace("\n", "<br>") for kind in KINDS]
-    figure = make_subplots(
-        1, len(KINDS), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=titles
-    )
-    for column, kind in enumerate(KINDS):
-        bar = {"orientation": "h", "x": (column + 0.5) / len(KINDS), "y": -0.15, "len": 0.28}
-        low, high = run.span(kind)
-        cells = go.Heatmap(
+    title, lowest = run.title(kind).split("\n")
+    caption = f"Signal to noise by layer and step; {lowest}."
+    low, high = run.span(kind)
+    figure = blank(160 + max(90, 12 * min(60, len(run.layers))))
+    figure.add_trace(
+        go.Heatmap(
             x=run.steps,
-            y=run.layers,
+            y=list(map(escaped, run.layers)),
             z=run.sqnr[kind],
             zmin=low,
             zmax=high,
             colorscale=HEAT,
-            colorbar={**bar, "yanchor": "top", "thickness": 10},
+            colorbar={
+                "title": {"text": "dB", "side": "top"},
+                "orientation": "h",
+                "y": 1,
+                "yanchor": "bottom",
+                "thickness": 10,
+            },
             hovertemplate="%{y}, step %{x}: %{z:.1f} dB<extra></extra>",
         )
-        figure.add_trace(cells, 1, column + 1)
-    figure.update_yaxes(autorange="reversed")
-    figure.update_annotations(font_size=12)
-    figure.update_layout(
-        template="plotly_white",
-        title=f"signal to quantisation noise, dB: {run.label}",
-        height=240 + max(200, 12 * min(60, len(run.layers))),
-        margin={"t": 110},
     )
-    return figure
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="layer", autorange="reversed")
+    return PageChart(f"{identifier}-{kind}", title, caption, figure)

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from jetfire.core import terminal
 from jetfire.core.errors import UsageError
+from jetfire.core.terminal import note
 from jetfire.gpt2.training import log
 from jetfire.gpt2.training.settings import EARLIER
 from jetfire.report.curves import Curve, CurveGroup, image, page, watched_of
+from jetfire.report.watched import worst
 
 IMAGES, PAGE = (".png", ".svg", ".pdf"), ".html"
 
@@ -60,7 +62,10 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     if kind not in (*IMAGES, PAGE):
         raise UsageError(f"-o {output}: expected a file named {', '.join(IMAGES)} or {PAGE}")
     groups = grouped(runs)
-    maps = watched_of(groups)
+    seen = watched_of(groups)
+    maps = worst(seen)
+    if len(maps) < len(seen):
+        note(f"of {len(seen)} watched runs the {len(maps)} with the lowest ratios have maps")
     try:
         if kind == PAGE:
             page(groups, output, maps)
