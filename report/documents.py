@@ -71,14 +71,14 @@ def device_text(results: Results) -> str:
 def page(
     results: Results,
     name: str,
-    plots: Sequence[str],
+    plots: Sequence[tuple[str, str]],
     profiles: Sequence[Section] = (),
     added: Sequence[Section] = (),
 ) -> str:
     """Return the whole Markdown page.
 
     Args:
-        plots: files that stand at its top.
+        plots: files that stand at its top, and what each shows, in words.
         profiles: the sections on those.
         added: the caller's sections.
     """
@@ -99,7 +99,7 @@ def page(
         device_text(results),
         *(f"- {section.link}" for section in sections),
         *([""] if sections else []),
-        *(f"![{file}]({file})\n" for file in plots),
+        *(f"![{alt}]({file})\n" for file, alt in plots),
         *(section.markdown() for section in sections),
     ]
     return "\n".join(parts)
@@ -134,14 +134,14 @@ def report(
     everything = Results(loaded.device, rows)
     results, _ = exports.split(everything)
     added = add(results, file)
-    charts = [
-        Chart(
+    charts = {
+        name: Chart(
             file.with_name(f"{file.stem}-{name}.svg"),
             [results.device, *(row.as_dict() for row in rows)],
             partial(plot, rows, results.device),
         )
         for name, rows in int8.plots(results).items()
-    ]
+    }
     shipped = tuned.shipped(results.device)
     found = tuned.lookups(file.with_name(f"{file.stem}-lookups.json"), results.device)
     gains = Chart(
@@ -150,8 +150,8 @@ def report(
         partial(tuned.plot, shipped, found, results.device),
     )
     sections = tuned.sections(shipped, found, gains.path.name)
-    names = [chart.path.name for chart in charts]
-    texts = {file.with_suffix(".md"): page(everything, file.name, names, sections, added.sections)}
+    plots = [(chart.path.name, int8.ALTS[name]) for name, chart in charts.items()]
+    texts = {file.with_suffix(".md"): page(everything, file.name, plots, sections, added.sections)}
     if readme is not None:
         tables = [module.readme(results) for module in (training, int8, int4)]
         shown = [table.markdown() for table in (*tables, *added.readme) if table.rows]
@@ -159,8 +159,8 @@ def report(
         texts[readme] = _readme(_read(readme), "\n".join([*shown, *lines]))
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
-    charts += [*added.charts, *([gains] if shipped else [])]
-    undrawn = [chart for chart in charts if chart.digest not in _read(chart.path)]
+    every = [*charts.values(), *added.charts, *([gains] if shipped else [])]
+    undrawn = [chart for chart in every if chart.digest not in _read(chart.path)]
     if not check:
         for path in stale:
             write(path, texts[path])

@@ -275,6 +275,14 @@ def readme(results: Results) -> Table:
     return Table(["", "time", "rate", "of roofline", "faster than"], lines)
 
 
+# What each plot shows, in words.
+ALTS = {
+    "gemm": "GEMM of square matrices: each kernel's and peer's time and rate by size, and roofline",
+    "promotion": "What a promotion costs: each schedule's rate over its signal to noise",
+    "memory-bound": "Memory-bound ops: time and bandwidth by size",
+}
+
+
 def plots(results: Results) -> dict[str, list[Row]]:
     """Return the rows of each plot: the GEMM's squares, its promotion, all other ops in one."""
     square = [row for row in memory_bound(results) if row.problem["m"] == row.problem["n"]]

@@ -117,8 +117,8 @@ def blank(height: int, **layout: Any) -> go.Figure:
             "font": {"color": "#ffffff", "family": "ui-monospace, monospace"},
         },
         modebar={"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": "#808080"},
-        **layout,
     )
+    made.update_layout(**layout)
     axis = {
         "gridcolor": GRID,
         "linecolor": GRID,

@@ -189,7 +189,8 @@ class Preset:
             for recipe in self.recipes
         ]
         table = Table([*head, *speed, "peak GiB"], lines)
-        return Section(f"Training runs, {self.name}", self.text(), [table], plot)
+        alt = f"Loss of {self.name} by step, a line per recipe; below, validation loss {over}"
+        return Section(f"Training runs, {self.name}", self.text(), [table], plot, alt)
 
     def chart(self, file: Path) -> Chart:
         groups = [CurveGroup.of(r.name, [run.curve() for run in r.runs]) for r in self.recipes]

@@ -167,9 +167,9 @@ def history(digest: Digest) -> go.Figure | None:
         )
         figure.add_trace(points.update(yaxis="y2", showlegend=False))
     last = digest.attempts[-1].number
-    figure.update_xaxes(
-        title_text="trial", range=[-0.7, last + 0.7], tickformat="d", anchor="free", position=0
-    )
+    figure.update_xaxes(title_text="trial", range=[-0.7, last + 0.7], anchor="free", position=0)
+    if last < 10:  # Plotly would put ticks between the trials
+        figure.update_xaxes(dtick=1)
     if rows:
         figure.update_layout(
             yaxis2={
@@ -298,7 +298,7 @@ def parallel_width(digest: Digest) -> int:
     """Return the pixels at which no name below an axis of `parallel` meets the next."""
     names = [*digest.fields, COST[digest.units[0]]]
     apart = max((len(a) + len(b) for a, b in pairwise(names)), default=0) * 3.4 + 6
-    return round(72 + apart * len(names))
+    return round(72 + apart * (len(names) - 0.3))
 
 
 def _lines(

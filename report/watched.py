@@ -162,7 +162,7 @@ def page_chart(run: WatchedRun, kind: str, identifier: str) -> PageChart:
     title, lowest = run.title(kind).split("\n")
     caption = f"Signal to noise by layer and step; {lowest}."
     low, high = run.span(kind)
-    figure = blank(160 + max(90, 12 * min(60, len(run.layers))))
+    figure = blank(120 + max(60, 16 * min(60, len(run.layers))), margin={"t": 70})
     figure.add_trace(
         go.Heatmap(
             x=run.steps,
@@ -172,10 +172,11 @@ def page_chart(run: WatchedRun, kind: str, identifier: str) -> PageChart:
             zmax=high,
             colorscale=HEAT,
             colorbar={
-                "title": {"text": "dB", "side": "top"},
+                "ticksuffix": " dB",
                 "orientation": "h",
+                "yref": "container",
                 "y": 1,
-                "yanchor": "bottom",
+                "yanchor": "top",
                 "thickness": 10,
             },
             hovertemplate="%{y}, step %{x}: %{z:.1f} dB<extra></extra>",

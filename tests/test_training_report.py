@@ -217,7 +217,7 @@ def test_the_page_has_the_figures_of_the_logs(place):
     assert place.with_name("h200-training-124m.svg") in written
     assert documents.report(place, readme, True, addition) == []
     page = place.with_suffix(".md").read_text()
-    assert "![h200-training-124m.svg](h200-training-124m.svg)" in page
+    assert "by step, a line per recipe; below, validation loss over bf16's](h200-tr" in page
     assert "30 steps of 1024 tokens" in page
     first = "| bf16 | torch.compile | 3.5000 (3.5000 to 3.5000) | – | 3.1000 (3.0000 to 3.2000) |"
     assert f"{first} – | 8.00 | 128000 | – | 1.50 |" in page
