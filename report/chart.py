@@ -88,9 +88,10 @@ def verbatim(text: str) -> str:
 
 
 def note(ax: Axes, text: str, at: tuple[float, float], away: tuple[int, int], **more: Any) -> None:
-    """Write a small text so many points away from a place."""
-    style = {"textcoords": "offset points", "fontsize": SMALL, "color": "#555555", **more}
-    ax.annotate(text, at, xytext=away, **style)
+    """Write a small text so many points away from a place, over what is drawn there."""
+    style = {"textcoords": "offset points", "fontsize": SMALL, "color": "#444444", "zorder": 4}
+    style["bbox"] = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5}
+    ax.annotate(text, at, xytext=away, **{**style, **more})
 
 
 def _columns(labels: Sequence[str]) -> int:

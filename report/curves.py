@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from jetfire.report.page import (
     blank,
     escaped,
     render,
+    require_plotly,
 )
 from jetfire.report.watched import WatchedRun
 
@@ -254,6 +256,7 @@ def page(groups: Sequence[CurveGroup], output: Path, maps: Sequence[WatchedRun] 
     Raises:
         UsageError: the file cannot be written, or Plotly is missing.
     """
+    require_plotly()
     base = groups[0].mean
     near = [group for group in groups if _near(base, group)]
     charts = [
@@ -287,7 +290,7 @@ def _page_line(index: int, group: CurveGroup, **line: Any) -> dict[str, Any]:
     """Return how a group's lines look, and what belongs to them in the legend."""
     colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
     return {
-        "name": escaped(group.mean.label),
+        "name": "<br>".join(map(escaped, textwrap.wrap(group.mean.label, 40))),
         "legendgroup": str(index),
         "line": {"color": colour, "width": 1.6, **line},
         "marker": {"symbol": symbol, "size": 7},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,16 @@ class PageChart:
         return None if self.figure is None else script_json(self.figure.to_json())
 
 
+def require_plotly() -> None:
+    """Refuse to go on without Plotly.
+
+    Raises:
+        UsageError: it is missing.
+    """
+    if find_spec("plotly") is None:
+        raise not_installed("plotly", "html")
+
+
 def render(template: str, **values: Any) -> str:
     """Return a page's HTML: of equal values the same text.
 
@@ -59,10 +70,9 @@ def render(template: str, **values: Any) -> str:
     """
     import jinja2
 
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise not_installed("plotly", "html") from None
+    require_plotly()
+    from plotly.offline import get_plotlyjs
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -331,7 +331,7 @@ def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], 
         # A line falls to the right, so below it at the left and above it at the right is room.
         away, side, rise = ((-5, -4), "right", "top") if left else ((7, 2), "left", "bottom")
         text = f"K {row.problem['block']}"
-        note(ax, text, (x, y), away, ha=side, va=rise, color=style["color"])
+        note(ax, text, (x, y), away, ha=side, va=rise)
 
 
 def plot(rows: Sequence[Row], device: Mapping[str, Any], path: Path, description: str = "") -> None:

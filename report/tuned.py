@@ -466,7 +466,7 @@ class _Strips:
         if self.level is not None:
             ax.axvline(self.level, color="#999999", linewidth=1, linestyle=":", zorder=1)
         ax.set_yticks(range(len(ops)), [f"{op}  {self.said[op]}" for op in ops], fontsize=SMALL)
-        ax.set_ylim(len(ops) - 0.5, -0.5)  # the first op on top
+        ax.set_ylim(max(1, len(ops)) - 0.5, -0.5)  # the first op on top
         ax.xaxis.set_major_formatter(lambda x, _: times(x))
         ax.set_xlabel(self.label)
         ax.set_title(self.title, fontsize=10)

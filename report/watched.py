@@ -161,6 +161,8 @@ def page_chart(run: WatchedRun, kind: str, identifier: str) -> PageChart:
 
     title, lowest = run.title(kind).split("\n")
     caption = f"Signal to noise by layer and step; {lowest}."
+    if kind not in run.lowest:
+        return PageChart(f"{identifier}-{kind}", title, caption, None, caption)
     low, high = run.span(kind)
     figure = blank(120 + max(60, 16 * min(60, len(run.layers))), margin={"t": 70})
     figure.add_trace(
@@ -173,6 +175,8 @@ def page_chart(run: WatchedRun, kind: str, identifier: str) -> PageChart:
             colorscale=HEAT,
             colorbar={
                 "ticksuffix": " dB",
+                "tickangle": 0,
+                "nticks": 5,
                 "orientation": "h",
                 "yref": "container",
                 "y": 1,

@@ -185,7 +185,9 @@ def test_a_name_is_drawn_as_it_is(suffix, tmp_path):
         print(json.dumps(watch_record(10, dict.fromkeys(LAYERS, 30.0))), file=file)
     curves.plot([run], tmp_path / f"plot{suffix}")
     text = (tmp_path / f"plot{suffix}").read_text()
-    assert text.count(r"$\frac$-&lt;b&gt;" if suffix == ".svg" else r"$\\frac$-\u003cb\u003e") >= 2
+    assert text.count(r"$\frac$-&lt;b&gt;") >= 2
+    if suffix == ".html":  # Plotly, too, would read a tag
+        assert r'"$\\frac$-\u0026lt;b\u0026gt;: ' in text
 
 
 def test_logs_of_earlier_versions_are_gpt2_s(tmp_path):

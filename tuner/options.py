@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from jetfire.core import device as devices
-from jetfire.core.errors import not_installed, unknown
+from jetfire.core.errors import unknown
 from jetfire.core.files import check_output
 from jetfire.measure.plan import Case, check_data, check_peers
+from jetfire.report.page import require_plotly
 from jetfire.tuner.trial import OBJECTIVES
 
 STRATEGIES = ("tpe", "gp", "random", "exhaustive")
@@ -86,7 +86,7 @@ def check(asked: TuneOptions) -> None:
         if name not in known:
             raise unknown(f"{option} {name}", name, known)
     check_output("--report", asked.report, ".html")
-    if asked.report is not None and find_spec("plotly") is None:
-        raise not_installed("plotly", "html")
+    if asked.report is not None:
+        require_plotly()
     check_output("--record", asked.record, ".json", ".json.gz")
     check_output("-o", asked.output, ".json")
