@@ -106,8 +106,14 @@ def legend_height(labels: Sequence[str]) -> float:
 
 def legend(where: Figure | SubFigure, lines: Sequence[Line2D], labels: Sequence[str]) -> None:
     """Put a legend below a figure, or below a part of one."""
-    place = {"loc": "outside lower center", "ncols": _columns(labels)}
-    made = where.legend(lines, [""] * len(lines), frameon=False, fontsize=SMALL, **place)
+    made = where.legend(
+        lines,
+        [""] * len(lines),
+        loc="outside lower center",
+        ncols=_columns(labels),
+        frameon=False,
+        fontsize=SMALL,
+    )
     # Written afterwards: a legend drops labels that begin with an underscore.
     for text, label in zip(made.get_texts(), labels, strict=True):
         text.set_text(verbatim(label))

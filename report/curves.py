@@ -221,7 +221,12 @@ def _losses(ax: Axes, group: CurveGroup, colour: str, marker: str, raw: bool) ->
     elif raw:
         ax.plot(mean.steps, mean.losses, color=colour, linewidth=0.6, alpha=0.25)
     (line,) = ax.plot(*mean.smooth_points(), color=colour, linewidth=1.4)
-    dashed = {"linestyle": "--", "marker": marker, "markersize": 3.5, "linewidth": 0.8}
+    dashed: dict[str, Any] = {
+        "linestyle": "--",
+        "marker": marker,
+        "markersize": 3.5,
+        "linewidth": 0.8,
+    }
     ax.plot(mean.evaluated, mean.validation, color=colour, **dashed)
     return line
 

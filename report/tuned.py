@@ -458,8 +458,15 @@ class _Strips:
                 xs.append(value)
                 ys.append(round(ops.index(op) + 0.4 - 0.8 * (rank + 0.5) / len(points), 4))
         for i, (xs, ys) in enumerate(marks.values()):
-            style = {"marker": MARKERS[i], "markersize": 3.5, "color": KERNEL_COLOURS[i]}
-            ax.plot(xs, ys, linestyle="", alpha=0.8, **style)
+            ax.plot(
+                xs,
+                ys,
+                linestyle="",
+                marker=MARKERS[i],
+                markersize=3.5,
+                alpha=0.8,
+                color=KERNEL_COLOURS[i],
+            )
         lines = list(ax.lines)
         for i in range(1, len(ops)):
             ax.axhline(i - 0.5, color="#e6e6e6", linewidth=0.8)

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import create_trial
 
 pytest.importorskip("selenium", reason="needs selenium, which drives a browser")
 pytest.importorskip("plotly", reason="pages are drawn by plotly")
@@ -103,7 +105,7 @@ def place(browser, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     search, both = searches()
     write(folder / "one.html", search)
-    write(folder / "several.html", search, both, test_tuner_report.study_of([]))
+    write(folder / "several.html", search, both, wide(), test_tuner_report.study_of([]))
     runs = [watched(folder, name, i) for i, name in enumerate(NAMES)]
     curves.plot(runs, folder / "runs.html")
     curves.plot(runs, folder / "runs.svg")
@@ -129,6 +131,22 @@ def searches():
     two = [t.trial(ms=a, joules=b, objective="both", tile_m=(64, 128)[a > 1]) for a, b in points]
     both = t.study_of(two, name="both", objective="both", flops=0.0)
     return t.study_of([*t.TRIALS, *failed], final=final), both
+
+
+def wide():
+    """Return a search of so many fields that their names have no room at any width."""
+    space = {f"in_flight_{i}": [1, 2] for i in range(12)}
+    distributions = {name: CategoricalDistribution(values) for name, values in space.items()}
+    trials = []
+    for i in range(12):
+        chosen = {name: 1 + (i == at) for at, name in enumerate(space)}
+        said = {"outcome": "ok", "config": chosen, "ms": 1.0 + i, "seconds": 1.0}
+        trials.append(
+            create_trial(
+                values=[1.0 + i], params=chosen, distributions=distributions, user_attrs=said
+            )
+        )
+    return test_tuner_report.study_of(trials, "wide", space=space, default={})
 
 
 def watched(folder, name, number):
@@ -185,16 +203,16 @@ def test_a_report_works_with_keys(browser, place):
     browser.scheme("dark")
     browser.open(place / "several.html")
     opened = "[...document.querySelectorAll('body > details')].map((d) => d.open)"
-    assert browser.ask(opened) == [False, False, False]
+    assert browser.ask(opened) == [False] * 4
     browser.tab_to("Studies")  # the table, which may have to be scrolled
     browser.tab_to("gemm")
     browser.press(Keys.ENTER)
     browser.wait(f"{opened}[0] && drawn()")
     browser.tab_to("gemm · triton m=4096")
     browser.press(Keys.SPACE)
-    assert browser.ask(opened) == [False, False, False]
+    assert browser.ask(opened) == [False] * 4
     browser.press(Keys.ENTER)
-    assert browser.ask(opened) == [True, False, False]
+    assert browser.ask(opened) == [True, False, False, False]
     ends = "document.querySelector('.plot').layout.xaxis.range.join()"
     before = browser.ask(ends)
     browser.tab_to("Zoom in")

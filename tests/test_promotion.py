@@ -27,7 +27,7 @@ from jetfire.ops.gemm import OP as GEMM
 from jetfire.ops.gemm import PROMOTION_DATA, PROMOTION_PEERS
 from jetfire.reference.quantize import block_amax, quantize
 from jetfire.report import documents, int8
-from jetfire.report.plot import plot
+from jetfire.report.plot import plot, promotion_figure
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}
@@ -388,6 +388,17 @@ def test_the_plot_option_draws_the_curve(tmp_path):
     plot(points(), DEVICE, tmp_path / "q.svg")
     assert "SQNR, dB" in (tmp_path / "p.svg").read_text()
     assert (tmp_path / "p.svg").read_bytes() == (tmp_path / "q.svg").read_bytes()
+
+
+def test_no_point_is_above_its_chart():
+    """The charts share an axis; the first one's points do not say how far it goes."""
+    rows = points()
+    rows[-3] = dataclasses.replace(rows[-3], tflops=5000.0)
+    limits = {ax.get_ylim() for ax in promotion_figure(rows, DEVICE).axes}
+    assert len(limits) == 1
+    ((low, high),) = limits
+    assert low == 0
+    assert high > 5000
 
 
 def test_files_from_before_the_curve_are_read(tmp_path):

@@ -231,6 +231,16 @@ def test_a_colour_is_a_block_and_a_marker_a_kernel():
     assert plot._styles([]) == []
 
 
+def test_more_kernels_than_markers_have_the_colours():
+    kernels = range(len(MARKERS) + 1)
+    labels = [f"op{i}, {mode}" for i in kernels for mode in ("fwd", "bwd")]
+    styles = plot._styles([plot.Series(label, "kernel", ()) for label in labels])
+    assert [style["color"] for style in styles] == [
+        KERNEL_COLOURS[i] for i in kernels for _ in "ab"
+    ]
+    assert [style["marker"] for style in styles] == [*MARKERS[:2]] * len(kernels)
+
+
 def test_a_run_that_diverged_does_not_flatten_the_others():
     def group(name, last):
         curve = curves.Curve(name, [1, 2, 3], [6.0, 5.0, 4.0], [1, 3], [6.0, last])

@@ -177,6 +177,19 @@ def test_what_was_watched_is_drawn_below_the_losses(tmp_path):
     assert drawn(run, ".svg") == drawn(run, ".svg")
 
 
+def test_of_many_watched_runs_the_worst_have_maps(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(watched, "MAPPED", 1)
+    runs = [write(tmp_path, name) for name in ("good", "bad")]
+    for run, ratio in zip(runs, (30.0, 20.0), strict=True):
+        with (run / log.NAME).open("a") as file:
+            print(json.dumps(watch_record(10, dict.fromkeys(LAYERS, ratio))), file=file)
+    curves.plot(runs, tmp_path / "plot.svg")
+    assert "of 2 watched runs the 1 with the lowest ratios have maps" in capsys.readouterr().err
+    text = (tmp_path / "plot.svg").read_text()
+    assert "lowest 20.0 dB" in text
+    assert "lowest 30.0 dB" not in text
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
 def test_a_name_is_drawn_as_it_is(suffix, tmp_path):
     """What two $ enclose is no mathematics; nothing ends a page's script."""
