@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 # Inches and points: where a page is 500 pixels wide, a text has as many pixels as points.
 WIDTH, SMALL = 7.0, 9
-_LEGEND_LINE = 0.21  # inches
+_LEGEND_LINE, _LETTERS = 0.21, 84  # of a legend: a line's inches, and how many letters it holds
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
 KERNEL_COLOURS = (
     "#0072B2",
@@ -96,12 +97,17 @@ def note(ax: Axes, text: str, at: tuple[float, float], away: tuple[int, int], **
 
 def _columns(labels: Sequence[str]) -> int:
     """Return how many labels stand side by side."""
-    return max(1, 84 // (max(map(len, labels), default=0) + 8))
+    return max(1, _LETTERS // (max(map(len, labels), default=0) + 8))
+
+
+def _wrapped(labels: Sequence[str]) -> list[str]:
+    return [textwrap.fill(label, _LETTERS - 8) for label in labels]
 
 
 def legend_height(labels: Sequence[str]) -> float:
     """Return the inches that a legend takes."""
-    return 0.1 + _LEGEND_LINE * math.ceil(len(labels) / _columns(labels))
+    lines = sum(text.count("\n") + 1 for text in _wrapped(labels))
+    return 0.1 + _LEGEND_LINE * math.ceil(lines / _columns(labels))
 
 
 def legend(where: Figure | SubFigure, lines: Sequence[Line2D], labels: Sequence[str]) -> None:
@@ -115,7 +121,7 @@ def legend(where: Figure | SubFigure, lines: Sequence[Line2D], labels: Sequence[
         fontsize=SMALL,
     )
     # Written afterwards: a legend drops labels that begin with an underscore.
-    for text, label in zip(made.get_texts(), labels, strict=True):
+    for text, label in zip(made.get_texts(), _wrapped(labels), strict=True):
         text.set_text(verbatim(label))
 
 

@@ -308,17 +308,20 @@ def _loss_figure(groups: Sequence[CurveGroup], limits: tuple[float, float]) -> g
         mean, look = group.mean, _page_line(index, group)
         steps, losses = mean.smooth_points()
         figure.add_scatter(x=steps, y=losses, mode="lines", **look)
-        if len(groups) <= RAW:
+        faint = {**look, "opacity": 0.35, "hoverinfo": "skip", "showlegend": False}
+        if len(group.runs) > 1:
             for run in group.runs:
-                raw = {**look, "opacity": 0.3, "hoverinfo": "skip", "showlegend": False}
-                figure.add_scatter(x=run.steps, y=run.losses, mode="lines", **raw)
+                steps, losses = run.smooth_points()
+                figure.add_scatter(x=steps, y=losses, mode="lines", **faint)
+        elif len(groups) <= RAW:
+            figure.add_scatter(x=mean.steps, y=mean.losses, mode="lines", **faint)
         if mean.evaluated:
             dashed = _page_line(index, group, dash="dash", width=1)
             dashed |= {"name": f"{look['name']} (validation)", "showlegend": False}
             figure.add_scatter(x=mean.evaluated, y=mean.validation, mode="lines+markers", **dashed)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=LOSS, range=limits)
-    figure.update_layout(hovermode="x")
+    figure.update_layout(hovermode="x unified")
     return figure
 
 

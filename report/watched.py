@@ -7,6 +7,7 @@ the first block on top.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -112,7 +113,8 @@ def _ordered(layers: Sequence[str]) -> list[str]:
 
 def draw(part: SubFigure, run: WatchedRun) -> None:
     """Draw a run's maps below each other."""
-    part.suptitle(f"signal to quantisation noise: {verbatim(run.label)}", fontsize=10)
+    title = textwrap.fill(f"signal to quantisation noise: {run.label}", 70)
+    part.suptitle(verbatim(title), fontsize=10)
     axes = part.subplots(len(KINDS), 1, sharex=True)
     for ax, kind in zip(axes, KINDS, strict=True):
         ax.set_facecolor(GAP)

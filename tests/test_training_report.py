@@ -124,6 +124,9 @@ def test_runs_of_several_seeds_are_one_curve(place, tmp_path):
     curves.plot(files, tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     curves.plot(files, tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    # Of each group: the mean, its validation loss and two runs, and the difference to the first.
+    assert [page.count(f'"legendgroup":"{group}"') for group in range(3)] == [5, 5, 0]
 
 
 def watch_record(step, ratios):
