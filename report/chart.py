@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Inches and points: where a page is 500 pixels wide, a text has as many pixels as points.
 WIDTH, SMALL = 7.0, 9
-_LEGEND_LINE, _LETTERS = 0.21, 84  # of a legend: a line's inches, and how many letters it holds
+_LEGEND_LINE, _LETTERS = 0.21, 90  # of a legend: a line's inches, and how many letters it holds
 # Okabe and Ito's palette, then Tol's, which colour-blind readers tell apart.
 KERNEL_COLOURS = (
     "#0072B2",
