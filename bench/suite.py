@@ -91,7 +91,6 @@ def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
             peers=timed.peers,
             rounds=timed.rounds,
             power_ms=timed.power_ms,
-            recheck=False,
             schedules=timed.schedules,
             data=timed.data or options.data,
             kernels=timed.kernels,

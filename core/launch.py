@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Check, Op
 from jetfire.core.problem import Problem
-from jetfire.core.tensors import Tensors
+from jetfire.core.tensors import Tensors, alias, changed
 
 if TYPE_CHECKING:
     from jetfire.core.kernel import Config
@@ -175,9 +176,17 @@ def verify(
     inputs: Tensors,
     expected: Tensors | None = None,
 ) -> Check:
-    """Run a kernel into poisoned outputs and compare them with the reference's."""
+    """Run a kernel into poisoned outputs and compare them with the reference's.
+
+    Inputs that the kernel changed make it wrong, and are put back for the next one.
+    """
     outputs = op.poison(problem, op.outputs(problem, inputs))
-    launch(kernel, problem, config, inputs, outputs)
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    launch(kernel, problem, config, alias(inputs), alias(outputs))
+    if message := changed(inputs, before):
+        for name, was in before.items():
+            inputs[name].copy_(was)
+        return Check(False, math.inf, message)
     if expected is None:
         expected = op.reference(problem, inputs)
     return op.check(problem, outputs, expected, kernel.noise(problem, config, inputs))

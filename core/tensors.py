@@ -166,3 +166,27 @@ def blocks_of(m: int, n: int, block: int) -> tuple[int, int]:
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a tensor with a value that no kernel writes: -128 for codes, NaN for floats."""
     return tensor.fill_(math.nan if tensor.is_floating_point() else -128)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Return integers of the same bits, as wide as the elements."""
+    import torch
+
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def alias(tensors: Tensors) -> Tensors:
+    """Return other tensors of the same memory, to hand to a launch.
+
+    It may exchange these, or their memory, for others: the caller's stay as they were.
+    """
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def changed(tensors: Tensors, before: Tensors) -> str:
+    """Return which tensor does not hold its copy's bits, in a line; empty where all do."""
+    for name, was in before.items():
+        differing = bits(tensors[name]) != bits(was)
+        if bool(differing.any()):
+            return f"{name}: the kernel changed {int(differing.sum())} elements of this input"
+    return ""

@@ -13,7 +13,6 @@ from jetfire.measure.check import first as first
 
 # Of bytes around inputs: NaN in every float type. And around outputs.
 INPUT_FILL, OUTPUT_FILL = 0xFF, 0xA5
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,6 @@ def place(
 def fill_bytes(x: torch.Tensor, byte: int) -> None:
     """Fill every byte of a contiguous tensor."""
     x.view(-1).view(torch.uint8).fill_(byte)
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return integers of the same bits, as wide as the elements."""
-    return x.view(_BITS[x.itemsize])
 
 
 def shown(x: torch.Tensor, at: tuple[int, ...]) -> Any:

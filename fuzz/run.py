@@ -14,14 +14,13 @@ from jetfire.core.interpreter import found_in, hold_to_tensors
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import launch
 from jetfire.core.op import Op
-from jetfire.core.tensors import Tensors
+from jetfire.core.tensors import Tensors, bits
 from jetfire.core.tensors import poison as op_poison
 from jetfire.fuzz.example import Example, Kind, Mode, Outcome
 from jetfire.fuzz.memory import (
     INPUT_FILL,
     OUTPUT_FILL,
     Placed,
-    bits,
     fill_bytes,
     first,
     place,

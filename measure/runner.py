@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, unknown
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
+from jetfire.core.op import Check
 from jetfire.core.tensors import Tensors
 from jetfire.measure import peers as peer_ops
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case, Note
+from jetfire.measure.proof import Sets, Watch
 from jetfire.measure.results import Row, problem_text
 from jetfire.measure.timer import Timing
 
@@ -41,7 +44,6 @@ class Options:
         rounds, sample_ms, budget_s, power_ms: as in `jetfire.measure.timer.time_calls`; where
             sample_ms is None, `sample_ms_of` says it.
         schedules: measure each schedule of the kernels that have several, and no other kernel.
-        recheck: check again after timing, when anything that launches leave behind has piled up.
         debug: print the traceback of a kernel or a peer that fails.
     """
 
@@ -55,7 +57,6 @@ class Options:
     budget_s: float = 30.0
     power_ms: float = 200.0
     schedules: bool = False
-    recheck: bool = True
     debug: bool = False
 
 
@@ -184,11 +185,11 @@ def _has_stages(kernel: Kernel) -> bool:
 
 
 def memory_needed(case: Case, device: Device) -> int:
-    """Return the bytes of device memory for input sets, peers' BF16 operands and float64 checks."""
+    """Return the bytes that all sets twice, peers' BF16 operands and float64 checks take."""
     tensors = [tensor for side in case.op.on_meta(case.problem) for tensor in side.values()]
     elements = sum(t.numel() for t in tensors)
     nbytes = sum(t.nbytes for t in tensors)
-    return sets_of(case, device) * (nbytes + 2 * 2 * elements) + 3 * 8 * elements
+    return sets_of(case, device) * (2 * nbytes + 2 * 2 * elements) + 3 * 8 * elements
 
 
 def memory_free(device: Device) -> int | None:
@@ -235,6 +236,7 @@ class Runner:
         self._noted: set[str] = set()
         self._compiles = 0
         self.monitor = Nvml.open(device.torch_device)
+        self.watch = Watch(device)
         if device.kind == "cuda" and self.monitor is None:
             note("NVML cannot be reached: clock, power and throttling are left out")
 
@@ -281,21 +283,16 @@ class Runner:
 
     def _measure(self, case: Case, legal: Sequence[Choice]) -> list[Row]:
         where, options = self.device.torch_device, self.options
-        inputs = [
-            case.op.inputs(case.problem, where, options.seed + i, options.data)
-            for i in range(sets_of(case, self.device))
-        ]
-        expected = case.op.reference(case.problem, inputs[0])
-        rows = [self._verified(case, choice, inputs[0], expected) for choice in legal]
-        outputs = [case.op.outputs(case.problem, tensors) for tensors in inputs]
+        count = sets_of(case, self.device)
+        sets = Sets.drawn(case.op, case.problem, where, count, options.seed, options.data)
+        rows = self._verified(case, legal, sets)
         variants: dict[str, Sequence[Callable[[], object]]] = {}
         for choice, row in zip(legal, rows, strict=True):
             if row.ok:
-                variants[choice.label] = [
-                    _launcher(case, choice, i, o) for i, o in zip(inputs, outputs, strict=True)
-                ]
-                variants |= _stages(case, choice, inputs, outputs)
-        peers = self._peers(case, inputs) if variants else {}
+                variants[choice.label] = sets.calls(choice.kernel, choice.config)
+                variants |= _stages(choice, sets)
+        peers = self._peers(case, sets.inputs) if variants else {}
+        runs: dict[str, Callable[[], object]] = {}
         timings = timer.time_calls(
             {**variants, **peers},
             where,
@@ -304,26 +301,24 @@ class Runner:
             budget_s=options.budget_s,
             monitor=self.monitor,
             power_ms=options.power_ms,
+            timed=runs.__setitem__,
         )
         for name in peers:
             if self.device.kind == "cuda" and not timings[name].graph:
                 self.note(f"{case}: {name} could not be captured in a graph: launches are included")
-        return self._rows(case, legal, rows, inputs[0], expected, timings, list(peers))
+        proved = self._proved(case, legal, rows, sets, runs)
+        return self._rows(case, legal, proved, timings, list(peers))
 
     def _rows(
         self,
         case: Case,
         legal: Sequence[Choice],
         rows: Sequence[Row],
-        inputs: Tensors,
-        expected: Tensors,
         timings: Mapping[str, Timing],
         peers: Sequence[str],
     ) -> list[Row]:
         found = []
         for choice, row in zip(legal, rows, strict=True):
-            if row.ok and self.options.recheck:
-                row = self._verified(case, choice, inputs, expected, " after timing")
             if row.ok:
                 row = self._timed(case, row, timings[choice.label])
                 row = _split(row, choice.label, timings)
@@ -340,10 +335,42 @@ class Runner:
             found.append(replace(self._timed(case, peer, timings[name]), roofline=None))
         return found
 
-    def _verified(
-        self, case: Case, choice: Choice, inputs: Tensors, expected: Tensors, when: str = ""
+    def _verified(self, case: Case, legal: Sequence[Choice], sets: Sets) -> list[Row]:
+        """Return each kernel's row without times, once its outputs are compared with the reference.
+
+        The reference's results are gone when anything is timed.
+        """
+        inputs = sets.inputs[0]
+        expected = case.op.reference(case.problem, inputs)
+
+        def check(choice: Choice) -> Check:
+            kernel, config = choice.kernel, choice.config
+            return verify(case.op, kernel, case.problem, config, inputs, expected)
+
+        return [self._checked(case, choice, partial(check, choice)) for choice in legal]
+
+    def _proved(
+        self,
+        case: Case,
+        legal: Sequence[Choice],
+        rows: Sequence[Row],
+        sets: Sets,
+        runs: Mapping[str, Callable[[], object]],
+    ) -> list[Row]:
+        """Return rows that were right as they are once the calls that were timed are proved."""
+        found = []
+        for choice, row in zip(legal, rows, strict=True):
+            if row.ok:
+                run = runs[choice.label]
+                prove = partial(sets.proved, choice.kernel, choice.config, run)
+                row = self._checked(case, choice, prove, " after timing")
+            found.append(row)
+        return found
+
+    def _checked(
+        self, case: Case, choice: Choice, checked: Callable[[], Check], when: str = ""
     ) -> Row:
-        """Compare a kernel's outputs with the reference's, and return its row without times."""
+        """Return a kernel's row without times, with what a check of it finds or raises."""
         row = Row(
             case.op.name,
             choice.kernel.name,
@@ -355,9 +382,7 @@ class Runner:
             ok=False,
         )
         try:
-            check = verify(case.op, choice.kernel, case.problem, choice.config, inputs, expected)
-            if self.device.kind == "cuda":
-                torch.cuda.synchronize()
+            check = self.watch.judged(checked())
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -443,26 +468,18 @@ def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None)
     )
 
 
-def _launcher(
-    case: Case, choice: Choice, inputs: Tensors, outputs: Tensors
-) -> Callable[[], object]:
-    return lambda: choice.kernel.launch(case.problem, choice.config, inputs, outputs)
-
-
-def _stages(
-    case: Case, choice: Choice, inputs: Sequence[Tensors], outputs: Sequence[Tensors]
-) -> dict[str, Sequence[Callable[[], object]]]:
+def _stages(choice: Choice, sets: Sets) -> dict[str, Sequence[Callable[[], object]]]:
     """Return the calls of each stage of a kernel, named after both, once each has run."""
     if not _has_stages(choice.kernel):
         return {}
-    sets = [
-        choice.kernel.stages(case.problem, choice.config, i, o)
-        for i, o in zip(inputs, outputs, strict=True)
+    found = [
+        choice.kernel.stages(sets.problem, choice.config, inputs, outputs)
+        for inputs, outputs in zip(sets.inputs, sets.outputs, strict=True)
     ]
-    for stages in sets:
+    for stages in found:
         for run in stages.values():
             run()
-    return {f"{choice.label}{STAGE}{name}": [s[name] for s in sets] for name in sets[0]}
+    return {f"{choice.label}{STAGE}{name}": [s[name] for s in found] for name in found[0]}
 
 
 def _split(row: Row, label: str, timings: Mapping[str, Timing]) -> Row:

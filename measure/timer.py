@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -228,6 +229,7 @@ def _time_cuda(
     warm_ms: float,
     least_rounds: int,
     untimed: int,
+    timed: Callable[[str, Call], object],
 ) -> dict[str, Timing]:
     prepared = {
         name: _Variant(calls, sample_ms, capture, untimed) for name, calls in variants.items()
@@ -252,6 +254,7 @@ def _time_cuda(
                 throttled=tuple(sorted(variant.reasons)),
                 watts=variant.watts(monitor, power_ms) if power_ms > 0 else None,
             )
+        timed(name, variant.run)
     return found
 
 
@@ -261,6 +264,7 @@ def _time_cpu(
     sample_ms: float,
     budget_s: float,
     least_rounds: int,
+    timed: Callable[[str, Call], object],
 ) -> dict[str, Timing]:
     def elapsed(calls: Sequence[Call], repeats: int) -> float:
         begin = time.perf_counter()
@@ -280,6 +284,8 @@ def _time_cpu(
             break
         for name, calls in variants.items():
             samples[name].append(elapsed(calls, repeats[name]))
+    for name, calls in variants.items():
+        timed(name, partial(_walk, calls, len(calls)))
     return {name: replace(Timing.of(values), graph=False) for name, values in samples.items()}
 
 
@@ -296,6 +302,7 @@ def time_calls(
     warm_ms: float = WARM_MS,
     least_rounds: int = LEAST_ROUNDS,
     untimed: int = 0,
+    timed: Callable[[str, Call], object] = lambda name, run: None,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -311,6 +318,8 @@ def time_calls(
         warm_ms: how long a GPU runs all of them beforehand.
         untimed: calls before each sample on a GPU, for work that a variant has only where another
             ran before it.
+        timed: is told of each variant, once its time is known, its name and what runs it again: the
+            very graph that was timed, or calls over all sets of inputs.
 
     Returns:
         By name, the milliseconds per call.
@@ -330,5 +339,34 @@ def time_calls(
                 warm_ms,
                 least_rounds,
                 untimed,
+                timed,
             )
-    return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds)
+    return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds, timed)
+
+
+def _tools() -> dict[str, object]:
+    """Return what times are taken with, by name."""
+    events = ("record", "elapsed_time", "synchronize")
+    found: dict[str, object] = {"time.perf_counter": time.perf_counter}
+    found |= {f"torch.cuda.Event.{name}": getattr(torch.cuda.Event, name) for name in events}
+    ours = {"timer": globals(), "Timing": vars(Timing), "_Variant": vars(_Variant)}
+    for owner, own in ours.items():
+        found |= {f"{owner}.{name}": tool for name, tool in own.items() if name[:2] != "__"}
+    return found
+
+
+_TOOLS = _tools()
+
+
+def replaced() -> list[str]:
+    """Return the names of the tools that are others than when this module was imported.
+
+    Python's and torch's are also told where a module of another name has defined them.
+    """
+    now, found = _tools(), []
+    for name, tool in _TOOLS.items():
+        library = name.partition(".")[0]
+        foreign = library in ("time", "torch") and not str(tool.__module__).startswith(library)
+        if foreign or now.get(name) is not tool:
+            found.append(name)
+    return found

@@ -12,10 +12,10 @@ from jetfire.core import registry, schema
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
+from jetfire.core.tensors import bits
 from jetfire.fuzz import Example, InProcess, Outcome, fuzz_kernel, run
 from jetfire.fuzz.draw import INTERPRETED, VARIANTS, FuzzExtent, FuzzTarget, usual
 from jetfire.fuzz.example import Other, is_huge
-from jetfire.fuzz.memory import bits
 from jetfire.fuzz.run import at_edges, inconsistency, run_case
 from jetfire.fuzz.search import ENDED, PairReport, run_batch, run_huge
 from jetfire.fuzz.simplify import simplify

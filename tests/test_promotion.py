@@ -31,7 +31,7 @@ from jetfire.report.plot import plot, promotion_figure
 
 CPU = Device.parse("cpu")
 PEAKS = {"copy_gbps": 10.0, "int8_tops": 0.1, "bf16_tflops": 0.1}
-OPTIONS = Options(rounds=2, sample_ms=0.01, schedules=True, recheck=False)
+OPTIONS = Options(rounds=2, sample_ms=0.01, schedules=True)
 
 
 @dataclasses.dataclass(frozen=True)

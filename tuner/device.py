@@ -22,6 +22,8 @@ from jetfire.tuner.worker import BEGUN, START, Job, NotSetUp
 COMPILERS = 16
 COMPILE_S = 120.0
 START_S = 90.0  # to import torch, and to make a problem's inputs and its reference's results
+# To prove every finalist, on new inputs: each needs the reference's results for these.
+PROVE_S = 120.0
 # Half a second for each of six readings of up to twenty configs and peers (`worker.POWER_RUNS`).
 POWER_S = 60.0
 # A config given up may hang: to start another worker takes no longer than to wait so long for it.
@@ -194,7 +196,7 @@ class DeviceRunner:
         return answer
 
     def _compared(self, worker: Worker, budget_s: float) -> tuple[Any, bool]:
-        limits = {"start": START_S, "end": self.trial_s + budget_s}
+        limits = {"start": START_S, "end": self.trial_s + budget_s, "prove": PROVE_S}
         if self.job is not None and self.job.energy:
             limits["end"] += POWER_S
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,11 +14,12 @@ from jetfire.core import broken
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Config, Kernel
-from jetfire.core.launch import launch, verify
-from jetfire.core.op import Op
+from jetfire.core.launch import verify
+from jetfire.core.op import Check, Op
 from jetfire.measure.nvml import Nvml
+from jetfire.measure.proof import Sets, Watch
 from jetfire.measure.runner import LONG_FLOPS
-from jetfire.measure.timer import Timing, input_sets, time_calls
+from jetfire.measure.timer import Call, Timing, input_sets, time_calls
 from jetfire.tuner.trial import Comparison, Measurement, Outcome
 
 # A config this many times slower than the best, at first sight, is not timed any closer.
@@ -55,16 +56,21 @@ class Job:
 
 
 class Bench:
-    """A job's inputs, outputs and expected results on one device."""
+    """A job's inputs, outputs and expected results on one device.
 
-    def __init__(self, job: Job, device: Device) -> None:
-        self.job, self.device = job, device
+    Args:
+        begin: is called where a comparison's timing is done, and its proof begins.
+    """
+
+    def __init__(self, job: Job, device: Device, begin: Callable[[], None]) -> None:
+        self.job, self.device, self.begin = job, device, begin
         op, problem = job.op, job.problem
         where = device.torch_device
-        sets = range(input_sets(op.bytes(problem), device.l2_bytes))
-        self.inputs = [op.inputs(problem, where, job.seed + i, job.data) for i in sets]
-        self.outputs = [op.outputs(problem, inputs) for inputs in self.inputs]
-        self.expected = op.reference(problem, self.inputs[0])
+        count = input_sets(op.bytes(problem), device.l2_bytes)
+        self.sets = Sets.drawn(op, problem, where, count, job.seed, job.data)
+        self.inputs = self.sets.draw(job.seed)  # to check on: a proof draws those of the sets anew
+        self.expected = op.reference(problem, self.inputs)
+        self.watch = Watch(device)
         self.monitor = Nvml.open(where) if job.energy else None
         self.sample_ms = 10.0 if op.flops(problem) >= LONG_FLOPS else 1.0
         self.least_ms = float("inf")
@@ -79,9 +85,10 @@ class Bench:
         return replace(found, seconds=time.perf_counter() - begin)
 
     def _measure(self, config: Config) -> Measurement:
-        if reason := self._wrong(config):
+        if reason := self._wrong(self._verified(config)):
             return Measurement("wrong", message=reason)
-        where, calls = self.device.torch_device, {"config": self._calls(config)}
+        where = self.device.torch_device
+        calls = {"config": self.sets.calls(self.job.kernel, config)}
         first = time_calls(calls, where, rounds=2, sample_ms=0.0, warm_ms=0.0)["config"].ms
         if first > HOPELESS * self.least_ms:
             return Measurement("slow", first)
@@ -98,14 +105,31 @@ class Bench:
         )["config"]
         return Measurement("ok", timing.ms, timing.ms_p20, timing.ms_p80, timing.joules)
 
-    def _wrong(self, config: Config) -> str | None:
-        """What is wrong with a config's results, or None."""
-        check = verify(
-            self.job.op, self.job.kernel, self.job.problem, config, self.inputs[0], self.expected
-        )
-        if self.device.kind == "cuda":
-            torch.cuda.synchronize()
-        return None if check.ok else check.message or "wrong result"
+    def _verified(self, config: Config) -> Check:
+        job = self.job
+        return verify(job.op, job.kernel, job.problem, config, self.inputs, self.expected)
+
+    def _wrong(self, check: Check) -> str | None:
+        """What is wrong with a config, by a check of its results, or None."""
+        found = self.watch.judged(check)
+        return None if found.ok else found.message or "wrong result"
+
+    def _failed(self, configs: Mapping[str, Config], check: Callable[..., Check]) -> dict[str, str]:
+        """What is wrong with configs, by their labels, of which `check` is given label and config.
+
+        One that raises costs none of the others.
+        """
+        failed = {}
+        for label, config in configs.items():
+            try:
+                reason = self._wrong(check(label, config))
+            except Exception as error:
+                if self.device.kind == "cuda":
+                    torch.cuda.synchronize()  # raises what the device does not survive
+                reason = self._said(error)
+            if reason is not None:
+                failed[label] = reason
+        return failed
 
     def _said(self, error: Exception) -> str:
         """All that is known of an exception; of a compiler's its place first."""
@@ -114,50 +138,51 @@ class Bench:
             return f"{found}\n{found.details}"
         return f"{type(error).__name__}: {error}"
 
-    def _calls(self, config: Config) -> list[Callable[[], object]]:
-        def call(i: int) -> Callable[[], object]:
-            return lambda: launch(
-                self.job.kernel, self.job.problem, config, self.inputs[i], self.outputs[i]
-            )
-
-        return [call(i) for i in range(len(self.inputs))]
-
     def compare(
         self, configs: Mapping[str, Config], budget_s: float, rounds: int, peers: bool
     ) -> Comparison:
-        """Configs, once more checked, and the peers if they are wanted, in turn."""
-        failed: dict[str, str] = {}
-        for label, config in configs.items():
-            try:
-                reason = self._wrong(config)
-            except Exception as error:
-                if self.device.kind == "cuda":
-                    torch.cuda.synchronize()  # raises what the device does not survive
-                reason = self._said(error)
-            if reason is not None:
-                failed[label] = reason
-        calls: dict[str, Sequence[Callable[[], object]]] = {
-            label: self._calls(config) for label, config in configs.items() if label not in failed
-        }
+        """Configs, checked before and after, and the peers if they are wanted, in turn."""
+        failed = self._failed(configs, lambda label, config: self._verified(config))
+        sound = {label: config for label, config in configs.items() if label not in failed}
+        calls = {label: self.sets.calls(self.job.kernel, c) for label, c in sound.items()}
         rivals = self._peers() if calls and peers else {}
+        runs: dict[str, Call] = {}
         variants = {**calls, **{f"peer {name}": thunks for name, thunks in rivals.items()}}
-        timings = self._in_turn(variants, budget_s, rounds)
-        for label in [label for label in calls if self.monitor and not timings[label].energies]:
-            failed[label] = "its power could not be read"
-            del calls[label]
+        timings = self._in_turn(variants, budget_s, rounds, runs.__setitem__)
 
-        def of(prefix: str, names: Mapping[str, Any]) -> dict[str, Timing]:
-            return {name: timings[f"{prefix}{name}"] for name in names}
+        def prove(label: str, config: Config) -> Check:
+            return self.sets.proved(self.job.kernel, config, runs[label])
 
-        return Comparison(of("", calls), of("peer ", rivals), failed)
+        self.begin()
+        wrong = self._failed(sound, prove)
+        failed |= {label: f"{reason}, after timing" for label, reason in wrong.items()}
+        for label in sound:
+            if label not in failed and self.monitor and not timings[label].energies:
+                failed[label] = "its power could not be read"
+
+        def of(prefix: str, names: Iterable[str]) -> dict[str, Timing]:
+            return {name: timings[f"{prefix}{name}"] for name in names if name not in failed}
+
+        return Comparison(of("", sound), of("peer ", rivals), failed)
 
     def _in_turn(
-        self, variants: Mapping[str, Sequence[Callable[[], object]]], budget_s: float, rounds: int
+        self,
+        variants: Mapping[str, Sequence[Call]],
+        budget_s: float,
+        rounds: int,
+        timed: Callable[[str, Call], object],
     ) -> dict[str, Timing]:
+        """Time variants; `timed` as `time_calls` has it."""
         where, sample_ms = self.device.torch_device, 2 * self.sample_ms
         if self.monitor is None:
             return time_calls(
-                variants, where, rounds, sample_ms, budget_s=budget_s, least_rounds=LEAST_ROUNDS
+                variants,
+                where,
+                rounds,
+                sample_ms,
+                budget_s=budget_s,
+                least_rounds=LEAST_ROUNDS,
+                timed=timed,
             )
         # Power is one reading a run: several runs, so that its noise is known.
         runs = [
@@ -168,6 +193,7 @@ class Bench:
                 sample_ms,
                 monitor=self.monitor,
                 power_ms=POWER_MS,
+                timed=timed,
             )
             for _ in range(POWER_RUNS)
         ]
@@ -175,7 +201,7 @@ class Bench:
 
     def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:
         """Return the peers that run here, prepared for each set of inputs."""
-        factories = [self.job.op.peers(self.job.problem, inputs) for inputs in self.inputs]
+        factories = [self.job.op.peers(self.job.problem, inputs) for inputs in self.sets.inputs]
         found: dict[str, Sequence[Callable[[], object]]] = {}
         for name in factories[0]:
             wanted = self.job.peers
@@ -238,8 +264,8 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
 def measure_configs(connection: Connection, device_name: str) -> None:
     """Answers ``("measure", job, config)`` and ``("compare", job, configs, budget_s)``.
 
-    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, and
-    with whether the worker is fit for more: not after an error that leaves the device's context
+    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, a
+    Comparison after another one where it is timed and is to be proved, and with whether the worker is fit for more: not after an error that leaves the device's context
     unusable. Where the job cannot be set up there is no `BEGUN`, and the answer is a NotSetUp.
     """
     device = Device.parse(device_name)
@@ -258,7 +284,7 @@ def measure_configs(connection: Connection, device_name: str) -> None:
                 bench = None
                 if device.kind == "cuda":
                     torch.cuda.empty_cache()
-                bench = Bench(job, device)
+                bench = Bench(job, device, lambda: connection.send(BEGUN))
         except Exception as error:
             connection.send((NotSetUp(f"{type(error).__name__}: {error}"), device.works()))
             continue
