@@ -264,9 +264,10 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
 def measure_configs(connection: Connection, device_name: str) -> None:
     """Answers ``("measure", job, config)`` and ``("compare", job, configs, budget_s)``.
 
-    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, a
-    Comparison after another one where it is timed and is to be proved, and with whether the worker is fit for more: not after an error that leaves the device's context
-    unusable. Where the job cannot be set up there is no `BEGUN`, and the answer is a NotSetUp.
+    An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, and
+    with whether the worker is fit for more: not after an error that leaves the device's context
+    unusable. Before a Comparison there is a second `BEGUN`, once it is timed and is to be proved.
+    Where the job cannot be set up there is no `BEGUN`, and the answer is a NotSetUp.
     """
     device = Device.parse(device_name)
     if device.kind == "cuda":
