@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core import terminal
 from jetfire.core.errors import RegressionError, UsageError, WrongResultError
 from jetfire.core.terminal import note
+from jetfire.measure import noise
 from jetfire.measure.results import Results, Row, problem_text, shape_text
 from jetfire.report import show
 from jetfire.report.rows import varying
 from jetfire.report.table import Table
-from jetfire.report.text import fixed, spread_text, time_text
+from jetfire.report.text import fixed, interval_text, spread_text, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-Verdict = Literal["faster", "slower", "noise", "broken", "mended"]
+Verdict = Literal["faster", "slower", "noise", "unsure", "broken", "mended"]
 NAMED = 3  # rows of one file alone that are named; of the others the count is said
 
 
@@ -48,15 +49,30 @@ class Pair:
 
     @property
     def verdict(self) -> Verdict:
-        """Noise where the two spans between 20th and 80th percentile overlap."""
+        """Noise where the two spans between 20th and 80th percentile overlap.
+
+        Where they do not, but the ratio's interval holds 1, the samples are too few to be sure.
+        """
         if time_of(self.after) is None:
             return "broken"
         if self.ratio is None:
             return "mended"
-        before, after = _span(self.before), _span(self.after)
-        if before[0] <= after[1] and after[0] <= before[1]:
+        if not self.apart:
             return "noise"
+        if self.interval is not None and self.interval[0] <= 1 <= self.interval[1]:
+            return "unsure"
         return "slower" if self.ratio > 1 else "faster"
+
+    @property
+    def apart(self) -> bool:
+        """The two spans between 20th and 80th percentile do not overlap."""
+        before, after = _span(self.before), _span(self.after)
+        return before[0] > after[1] or after[0] > before[1]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The ratio's, as `noise.interval` has it; None where one has no time, or too little."""
+        return None if self.ratio is None else noise.interval(self.before, self.after)
 
     @property
     def never_right(self) -> bool:
@@ -68,10 +84,10 @@ class Pair:
         return self.ratio is not None and self.ratio > 1 + share
 
     def regressed(self, by: float) -> bool:
-        """Slower by more than the given share and beyond noise, or right no longer."""
+        """Slower by more than the given share, with spans apart, or right no longer."""
         if self.verdict == "broken":
             return not self.never_right
-        return self.verdict == "slower" and self.slower_by(by)
+        return self.slower_by(by) and self.apart
 
 
 def _span(row: Row) -> tuple[float, float]:
@@ -146,7 +162,7 @@ def table(pairs: Sequence[Pair]) -> RichTable:
     rows = [pair.after for pair in pairs]
     _, differing = varying(rows)
     several = len({row.data for row in rows}) > 1
-    head = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "")
+    head = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "95%", "")
     made = Table(head, left=(0, 1, len(head) - 1)).rich()
     styles = {
         "slower": "red",
@@ -154,6 +170,7 @@ def table(pairs: Sequence[Pair]) -> RichTable:
         "faster": "green",
         "mended": "green",
         "noise": "dim",
+        "unsure": "dim",
     }
     for pair in sorted(pairs, key=_badness, reverse=True):
         data = f" data={pair.after.data}" if several else ""
@@ -165,6 +182,7 @@ def table(pairs: Sequence[Pair]) -> RichTable:
             time_text(time_of(pair.after)),
             spread_text(pair.after),
             fixed(pair.ratio, 3),
+            interval_text(pair.interval),
             pair.verdict,
             style=styles[pair.verdict],
         )
@@ -233,7 +251,7 @@ def judge(found: Match, share: float) -> None:
         raise UsageError("the first file has no kernel's row: nothing to judge")
     worse = sorted((pair for pair in pairs if pair.regressed(share)), key=_badness, reverse=True)
     broken = [pair.after for pair in worse if pair.verdict == "broken"]
-    slower = [pair for pair in worse if pair.verdict == "slower"]
+    slower = [pair for pair in worse if pair.verdict != "broken"]
     of = f"of {len(pairs) + len(gone)} kernels' rows"
     by = f"slower by more than {100 * share:g}%"
     parts = []

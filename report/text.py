@@ -61,6 +61,11 @@ def spread_text(row: Row) -> str:
     return f"{significant(row.ms_p20 / size, 4)}–{significant(row.ms_p80 / size, 4)}"
 
 
+def interval_text(found: tuple[float, float] | None) -> str:
+    """Return ``1.184–1.203``, the ends of a ratio's confidence interval."""
+    return NOTHING if found is None else f"{found[0]:.3f}–{found[1]:.3f}"
+
+
 def times(ratio: float | None, digits: int = 2) -> str:
     """Return ``1.25×``."""
     return NOTHING if ratio is None else f"{ratio:.{digits}f}×"

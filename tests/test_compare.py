@@ -83,6 +83,28 @@ def test_spans_that_touch_are_noise():
     assert Pair(before, row(0.8, ms_p20=0.7, ms_p80=0.89)).verdict == "faster"
 
 
+def test_few_samples_leave_it_unsure_and_the_gate_as_strict(gate):
+    """Spans that are apart are a regression, as ever, though the interval holds 1."""
+    few, many = ([row(1.0, samples=n), row(1.07, samples=n)] for n in (2, 20))
+    pair = Pair(*few)
+    assert pair.interval[0] < 1 < pair.interval[1]
+    assert pair.verdict == "unsure"
+    assert pair.regressed(0.05)
+    assert Pair(*many).verdict == "slower"
+    assert Pair(*reversed(many)).verdict == "faster"
+    for before, after in (few, many):
+        code, shown, said = gate([before], [after])
+        assert code == 4
+        assert "takes 1.07× as long" in said
+        assert "–1.0" in shown or "–1.1" in shown
+
+
+def test_an_interval_that_excludes_1_is_noise_where_the_spans_overlap():
+    pair = Pair(row(1.0, 0.05, samples=1000), row(1.05, 0.05, samples=1000))
+    assert 1 < pair.interval[0] < 1.05 < pair.interval[1]
+    assert pair.verdict == "noise"
+
+
 def test_match_by_config_or_without():
     old, new = Results({}, [row(1.0)]), Results({}, [row(2.0, config={"tile_m": 128})])
     apart = match(old, new)

@@ -17,7 +17,8 @@ from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.gpt2.training import log, study, study_record
 from jetfire.gpt2.training.finished import addition
 from jetfire.gpt2.training.settings import EARLIER, make
-from jetfire.gpt2.training.study_record import StudyRun, difference, quantile
+from jetfire.gpt2.training.study_record import StudyRun, difference
+from jetfire.measure.noise import quantile
 from jetfire.measure.results import Results
 from jetfire.report import documents
 from jetfire.report import study as texts

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, Final, Literal, NotRequired
@@ -31,6 +30,7 @@ from jetfire.gpt2.training.settings import (
     Settings,
     resumed,
 )
+from jetfire.measure.noise import quantile
 from jetfire.nn.recipes import RECIPES
 from jetfire.report.runs import FinishedRun
 
@@ -485,31 +485,6 @@ def difference(
         "seeds": seeds,
         "values": [_nats(values[seed]) for seed in seeds],
     }
-
-
-@cache
-def quantile(freedom: int) -> float:
-    """Return the t that Student's |t| is below with probability 0.95.
-
-    From 1000 degrees of freedom on it is that of 1000, by 0.0024 the larger at most.
-    """
-    freedom = min(freedom, 1000)
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if _probability(angle, freedom) < 0.95 else (low, angle)
-    return math.tan(low) * math.sqrt(freedom)
-
-
-def _probability(angle: float, freedom: int) -> float:
-    """P(|t| < tan(angle)·√freedom), by Abramowitz and Stegun's 26.7.3 and 26.7.4."""
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for n in range(2 + odd, freedom - 1, 2):
-        term *= (n - 1) / n * math.cos(angle) ** 2
-        total += term
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
 def write(record: StudyRecord, file: Path) -> None:
