@@ -27,6 +27,7 @@ from jetfire.commands import (
     doctor,
     export,
     fuzz,
+    history,
     new,
     report,
     train,
@@ -49,7 +50,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok · 1 internal error · 2 usage · 3 wrong result · 4 performance "
     "regression · 5 no such device · 6 timeout · 130 interrupted.",
 )
-add(app, bench, compare, list_, fuzz, export, advise, audit, report, new, completion, doctor)
+add(app, bench, compare, history, list_, fuzz, export)
+add(app, advise, audit, report, new, completion, doctor)
 app.add_typer(tune.app, name="tune")
 app.add_typer(train.app, name="train")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jetfire import __version__
+from jetfire.core import checkout, loaded, registry, terminal
 from jetfire.core import device as devices
-from jetfire.core import loaded, registry, terminal
 from jetfire.core.errors import (
     Interrupted,
     NoDeviceError,
@@ -258,9 +258,10 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
 
 
 def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) -> dict[str, Any]:
-    """The `device` of a results file: what was measured on, with what."""
+    """The `device` of a results file: what was measured on, with what, of which commit and when."""
     from jetfire.measure import provenance, timer
 
+    now = datetime.datetime.now(datetime.UTC)
     return {
         "name": device.name,
         "kind": device.kind,
@@ -272,7 +273,9 @@ def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) 
         "python": platform.python_version(),
         "jetfire": __version__,
         "timer": timer.VERSION,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": checkout.measured(loaded.files()),
+        "time": now.isoformat(timespec="seconds"),
+        "date": now.date().isoformat(),
         "peaks": dict(peaks),
     }
 

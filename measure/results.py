@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, StringConstraints
 from typing_extensions import TypedDict
 
 from jetfire.core import schema, terminal
@@ -32,6 +32,8 @@ Milliseconds = Annotated[float, Field(ge=1e-12, le=1e12)]
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Ratio = Annotated[float, Field(ge=1e-15, le=1e15)]
 Decibels = Annotated[float, Field(ge=-1e4, le=1e4)]
+# A commit, and whether what was measured differed from it.
+Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40,64}\+?$")]
 Gibibytes = Annotated[dict[Name, Amount | None], most(100)]
 
 
@@ -58,6 +60,8 @@ class DeviceRecord(TypedDict, total=False):
     name: Line | None
     kind: Line | None
     driver: Line | None
+    commit: Commit | None
+    time: Line
     date: Line
     timer: Count
     peaks: Peaks | None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core.errors import not_installed
+from jetfire.core.files import check_output
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -60,6 +61,17 @@ def require_plotly() -> None:
     """
     if find_spec("plotly") is None:
         raise not_installed("plotly", "html")
+
+
+def check_page(file: Path | None) -> None:
+    """Check a page's file before anything is done; None where it was not given.
+
+    Raises:
+        UsageError: the file is not named .html or cannot be written, or Plotly is missing.
+    """
+    check_output("--report", file, ".html")
+    if file is not None:
+        require_plotly()
 
 
 def render(template: str, **values: Any) -> str:

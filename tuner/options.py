@@ -10,7 +10,7 @@ from jetfire.core import device as devices
 from jetfire.core.errors import unknown
 from jetfire.core.files import check_output
 from jetfire.measure.plan import Case, check_data, check_peers
-from jetfire.report.page import require_plotly
+from jetfire.report.page import check_page
 from jetfire.tuner.trial import OBJECTIVES
 
 STRATEGIES = ("tpe", "gp", "random", "exhaustive")
@@ -85,8 +85,6 @@ def check(asked: TuneOptions) -> None:
     ):
         if name not in known:
             raise unknown(f"{option} {name}", name, known)
-    check_output("--report", asked.report, ".html")
-    if asked.report is not None:
-        require_plotly()
+    check_page(asked.report)
     check_output("--record", asked.record, ".json", ".json.gz")
     check_output("-o", asked.output, ".json")
