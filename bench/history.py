@@ -34,7 +34,7 @@ _OF_MEDIAN, _OF_DIFFERENCE = math.sqrt(math.pi / 2), 1.4826 / math.sqrt(2)
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One results file.
 
     Attributes:
@@ -68,7 +68,7 @@ class Run:
 class Point:
     """A series' row in one run."""
 
-    run: Run
+    run: MeasuredRun
     row: Row
 
     @property
@@ -88,7 +88,7 @@ class Change:
         stands: no later level undoes half of it.
     """
 
-    series: Series
+    series: KernelTimes
     at: int
     rise: float
     before: float
@@ -103,16 +103,16 @@ class Change:
         return "slower" if self.stands else "mended since"
 
     @property
-    def first(self) -> Run:
+    def first(self) -> MeasuredRun:
         return self.series.points[self.at].run
 
     @property
-    def last(self) -> Run:
+    def last(self) -> MeasuredRun:
         return self.series.points[self.at - 1].run
 
 
 @dataclass(frozen=True)
-class Series:
+class KernelTimes:
     """One thing measured on one device, run after run.
 
     Attributes:
@@ -155,7 +155,7 @@ class Series:
         return median([noise.scatter(point.row) or 0.0 for point in self.points])
 
 
-def read(paths: Sequence[Path]) -> tuple[list[Run], list[Unreadable]]:
+def read(paths: Sequence[Path]) -> tuple[list[MeasuredRun], list[Unreadable]]:
     """Return the runs of files, and of all results in folders, and what cannot be read.
 
     Raises:
@@ -164,7 +164,7 @@ def read(paths: Sequence[Path]) -> tuple[list[Run], list[Unreadable]]:
     runs, damaged = [], []
     for file in dict.fromkeys(file for path in paths for file in _files(path)):
         try:
-            runs.append(Run(file, Results.load(file)))
+            runs.append(MeasuredRun(file, Results.load(file)))
         except Unreadable as error:
             damaged.append(error)
     return runs, damaged
@@ -179,7 +179,7 @@ def _files(path: Path) -> list[Path]:
     raise UsageError(f"{path}: expected results, files named .json or .json.gz")
 
 
-def ordered(runs: Sequence[Run]) -> list[Run]:
+def ordered(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Return runs in the order of their commits, where this repository has all, else of time."""
     commits = {run.commit.rstrip("+") for run in runs}
     places = None if "" in commits else checkout.order(commits)
@@ -189,7 +189,7 @@ def ordered(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: (known[run.commit.rstrip("+")], run.time, str(run.file)))
 
 
-def series_of(runs: Sequence[Run]) -> list[Series]:
+def series_of(runs: Sequence[MeasuredRun]) -> list[KernelTimes]:
     """Return what was measured, by device, kernel and problem; of several configs the fastest."""
     points = (
         Point(run, row)
@@ -198,7 +198,7 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
         if row.role == "kernel" and time_of(row) is not None
     )
     found = grouped(points, lambda point: (point.run.device, point.row.key(config=False)))
-    return [Series(device, same) for (device, _), same in found.items()]
+    return [KernelTimes(device, same) for (device, _), same in found.items()]
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:
@@ -210,7 +210,7 @@ def _fastest(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def changes(every: Sequence[Series]) -> list[Change]:
+def changes(every: Sequence[KernelTimes]) -> list[Change]:
     """Return all changes of level, slowdowns that stand first, the largest first.
 
     A series is split where two medians fit it best, and each part again, as long as a level moved
@@ -230,7 +230,7 @@ def changes(every: Sequence[Series]) -> list[Change]:
     return sorted(found, key=lambda change: (rank[change.verdict], -change.rise))
 
 
-def _changes(series: Series, deviation: float, sure: float) -> list[Change]:
+def _changes(series: KernelTimes, deviation: float, sure: float) -> list[Change]:
     splits = [0, *_splits(series, sure, 0, len(series.points)), len(series.points)]
     found = []
     for low, at, high in zip(splits, splits[1:], splits[2:], strict=False):
@@ -243,7 +243,7 @@ def _changes(series: Series, deviation: float, sure: float) -> list[Change]:
     return found
 
 
-def _splits(series: Series, sure: float, low: int, high: int) -> Iterator[int]:
+def _splits(series: KernelTimes, sure: float, low: int, high: int) -> Iterator[int]:
     """Yield where the levels between two indices change, in order.
 
     Args:
@@ -266,7 +266,7 @@ def _misfit(values: Sequence[float]) -> float:
     return math.fsum(abs(value - middle) for value in values)
 
 
-def _step(series: Series, low: int, at: int, high: int, since: int | None = None) -> float:
+def _step(series: KernelTimes, low: int, at: int, high: int, since: int | None = None) -> float:
     """Return how far two levels are apart in logarithms, negative where the second is faster.
 
     Of an even number of runs the middle one counts that makes the step less, so that one of two
@@ -327,7 +327,9 @@ def records(found: Sequence[Change]) -> list[dict[str, object]]:
     ]
 
 
-def summary(runs: Sequence[Run], every: Sequence[Series], found: Sequence[Change]) -> str:
+def summary(
+    runs: Sequence[MeasuredRun], every: Sequence[KernelTimes], found: Sequence[Change]
+) -> str:
     """How much was judged, in a line."""
     slower = sum(change.verdict == "slower" for change in found)
     short = sum(len(series.points) < 2 * LEAST_RUNS for series in every)
@@ -350,9 +352,11 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         raise unknown(f"--format {form}", form, FORMATS)
     check_page(page)
     runs, damaged = read(paths)
+    if not runs:
+        raise damaged[0]
     every = series_of(ordered(runs))
     if not every:
-        raise damaged[0] if damaged else UsageError("no file has the time of a kernel")
+        raise UsageError("no file has the time of a kernel")
     found = changes(every)
     said = summary(runs, every, found)
     _print(found, said, form)

@@ -104,8 +104,8 @@ class Sets:
         return found if found.ok else replace(found, message=found.message or "wrong result")
 
 
-class Watch:
-    """A watch over what a kernel may not change: what times are taken with, and the L2 cache."""
+class Guard:
+    """A guard of what a kernel may not change: what times are taken with, and the L2 cache."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

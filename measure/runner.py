@@ -21,7 +21,7 @@ from jetfire.measure import peers as peer_ops
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case, Note
-from jetfire.measure.proof import Sets, Watch
+from jetfire.measure.proof import Guard, Sets
 from jetfire.measure.results import Row, problem_text
 from jetfire.measure.timer import Timing
 
@@ -236,7 +236,7 @@ class Runner:
         self._noted: set[str] = set()
         self._compiles = 0
         self.monitor = Nvml.open(device.torch_device)
-        self.watch = Watch(device)
+        self.guard = Guard(device)
         if device.kind == "cuda" and self.monitor is None:
             note("NVML cannot be reached: clock, power and throttling are left out")
 
@@ -382,7 +382,7 @@ class Runner:
             ok=False,
         )
         try:
-            check = self.watch.judged(checked())
+            check = self.guard.judged(checked())
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

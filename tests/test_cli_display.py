@@ -131,6 +131,7 @@ def test_profiles_of_a_strange_device(tmp_path, capsys, monkeypatch):
         ["bench", "gemm", "--set", f"{EVIL}=1"],
         ["bench", "gemm", "--m", EVIL],
         ["compare", EVIL, EVIL],
+        ["history", EVIL],
         [EVIL],
         ["train", EVIL],
         ["train", "sample", EVIL],

@@ -15,6 +15,7 @@ SPECIAL = {"%LONG%": "x" * 100_000, "%ESC%": "\x1b[31m"}
 VERBS = (
     "bench",
     "compare",
+    "history",
     "new",
     "list",
     "tune",

@@ -11,7 +11,7 @@ import pytest
 
 from jetfire.bench import history
 from jetfire.bench.command import device_record
-from jetfire.bench.history import Point, Run, Series, changes
+from jetfire.bench.history import KernelTimes, MeasuredRun, Point, changes
 from jetfire.cli import execute
 from jetfire.core import checkout
 from jetfire.core.device import Device
@@ -31,15 +31,17 @@ def save(file, rows, name="GPU", **device):
     file.write_text(Results({"name": name, **device}, list(rows)).to_json())
 
 
-def series(levels, *, noise=0.01, seed=0, machine=None, peers=None, spread=0.01) -> Series:
+def series(levels, *, noise=0.01, seed=0, machine=None, peers=None, spread=0.01) -> KernelTimes:
     """Runs of one kernel: its levels, what the machine does to both, and the peer's own levels."""
     rng, points = random.Random(seed), []
     for i, level in enumerate(levels):
         speed = (machine or [1.0] * len(levels))[i]
         ms = level * speed * math.exp(rng.gauss(0.0, noise))
         peer = None if peers is None else peers[i] * speed * math.exp(rng.gauss(0.0, noise / 3))
-        points.append(Point(Run(Path(f"{i}.json"), Results({})), row(ms, peer=peer, spread=spread)))
-    return Series("GPU", points)
+        points.append(
+            Point(MeasuredRun(Path(f"{i}.json"), Results({})), row(ms, peer=peer, spread=spread))
+        )
+    return KernelTimes("GPU", points)
 
 
 def found(*args, **options):
@@ -212,7 +214,10 @@ def test_what_differs_is_apart_and_wrong_rows_do_not_count():
             row(1.0, name="copy", role="peer"),
         ],
     )
-    runs = [Run(Path("a"), results), Run(Path("b"), Results({"name": "another"}, [row(1.0)]))]
+    runs = [
+        MeasuredRun(Path("a"), results),
+        MeasuredRun(Path("b"), Results({"name": "another"}, [row(1.0)])),
+    ]
     every = history.series_of(runs)
     assert [(one.device, one.row.data, [p.ms for p in one.points]) for one in every] == [
         ("GPU", None, [0.5]),

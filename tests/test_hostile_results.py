@@ -140,6 +140,7 @@ def commands(tmp_path_factory):
         for name, command in {
             "before": lambda: execute("compare", [str(file), str(good)]),
             "after": lambda: execute("compare", [str(good), str(file)]),
+            "history": lambda: execute("history", [str(file)]),
             "append": lambda: execute("bench", [*words, "--append"]),
             "report": lambda: execute("report", [str(file), "--readme", str(readme), "--check"]),
         }.items():
@@ -198,10 +199,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_command_reads_a_hostile_file(name, commands, capsys):
-    assert commands(HOSTILE[name]) == dict.fromkeys(("before", "after", "append", "report"), 2)
+    readers = ("before", "after", "history", "append", "report")
+    assert commands(HOSTILE[name]) == dict.fromkeys(readers, 2)
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert all(line.startswith("jetfire: ") and "r.json: " in line for line in lines)
     assert all(line.isprintable() and len(line) < 500 for line in lines)
     assert captured.out == ""
@@ -257,6 +259,7 @@ def test_the_file_that_they_are_made_of_is_read(commands, capsys):
     assert commands(json.dumps(valid()).encode()) == {
         "before": 0,
         "after": 0,
+        "history": 0,
         "append": 0,
         "report": 1,
     }
@@ -269,6 +272,7 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(content, commands, capsys):
     codes = commands(json.dumps(content).encode())
     assert codes["before"] in (0, 2)
     assert codes["after"] in (0, 2)
+    assert codes["history"] in (0, 2)
     assert codes["append"] in (0, 2)
     assert codes["report"] in (1, 2)  # 1: what stands there is stale
     errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("jetfire: ")]

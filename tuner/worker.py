@@ -17,7 +17,7 @@ from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import verify
 from jetfire.core.op import Check, Op
 from jetfire.measure.nvml import Nvml
-from jetfire.measure.proof import Sets, Watch
+from jetfire.measure.proof import Guard, Sets
 from jetfire.measure.runner import LONG_FLOPS
 from jetfire.measure.timer import Call, Timing, input_sets, time_calls
 from jetfire.tuner.trial import Comparison, Measurement, Outcome
@@ -70,7 +70,7 @@ class Bench:
         self.sets = Sets.drawn(op, problem, where, count, job.seed, job.data)
         self.inputs = self.sets.draw(job.seed)  # to check on: a proof draws those of the sets anew
         self.expected = op.reference(problem, self.inputs)
-        self.watch = Watch(device)
+        self.guard = Guard(device)
         self.monitor = Nvml.open(where) if job.energy else None
         self.sample_ms = 10.0 if op.flops(problem) >= LONG_FLOPS else 1.0
         self.least_ms = float("inf")
@@ -111,7 +111,7 @@ class Bench:
 
     def _wrong(self, check: Check) -> str | None:
         """What is wrong with a config, by a check of its results, or None."""
-        found = self.watch.judged(check)
+        found = self.guard.judged(check)
         return None if found.ok else found.message or "wrong result"
 
     def _failed(self, configs: Mapping[str, Config], check: Callable[..., Check]) -> dict[str, str]:
