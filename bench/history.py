@@ -190,24 +190,23 @@ def ordered(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
 
 
 def series_of(runs: Sequence[MeasuredRun]) -> list[KernelTimes]:
-    """Return what was measured, by device, kernel and problem; of several configs the fastest."""
-    points = (
-        Point(run, row)
-        for run in runs
-        for row in _fastest(run.results.rows)
-        if row.role == "kernel" and time_of(row) is not None
-    )
-    found = grouped(points, lambda point: (point.run.device, point.row.key(config=False)))
-    return [KernelTimes(device, same) for (device, _), same in found.items()]
+    """Return what was measured, by device, timer, kernel and problem, the fastest config.
+
+    Rows that are wrong count as missing.
+    """
+    points = [Point(run, row) for run in runs for row in _timed(run.results.rows)]
+
+    def key(point: Point) -> tuple[str, object, str]:
+        timer = point.run.results.device.get("timer")
+        return point.run.device, timer, point.row.key(config=False)
+
+    return [KernelTimes(same[0].run.device, same) for same in grouped(points, key).values()]
 
 
-def _fastest(rows: Sequence[Row]) -> list[Row]:
-    found: dict[str, Row] = {}
-    for row in rows:
-        held = found.setdefault(row.key(config=False), row)
-        if (time_of(row) or math.inf) < (time_of(held) or math.inf):
-            found[row.key(config=False)] = row
-    return list(found.values())
+def _timed(rows: Sequence[Row]) -> list[Row]:
+    timed = [row for row in rows if row.role == "kernel" and time_of(row) is not None]
+    alike = grouped(timed, lambda row: row.key(config=False)).values()
+    return [min(same, key=lambda row: row.ms or 0.0) for same in alike]
 
 
 def changes(every: Sequence[KernelTimes]) -> list[Change]:
@@ -240,7 +239,7 @@ def _changes(series: KernelTimes, deviation: float, sure: float) -> list[Change]
         before, after = (median(p.ms for p in series.points[a:b]) for a, b in ends)
         stands = left > step / 2
         found.append(Change(series, at, math.exp(step), before, after, deviation, stands))
-    return found
+    return [change for change in found if change.rise != 1]
 
 
 def _splits(series: KernelTimes, sure: float, low: int, high: int) -> Iterator[int]:
@@ -332,10 +331,10 @@ def summary(
 ) -> str:
     """How much was judged, in a line."""
     slower = sum(change.verdict == "slower" for change in found)
-    short = sum(len(series.points) < 2 * LEAST_RUNS for series in every)
     text = f"{len(runs)} runs, {len(every)} kernels' problems: {slower} slower than before"
-    few = f"; {short} with fewer than {2 * LEAST_RUNS} runs, which cannot be judged"
-    return text + few * bool(short)
+    if short := sum(len(series.points) < 2 * LEAST_RUNS for series in every):
+        text += f"; {short} with fewer than {2 * LEAST_RUNS} runs, which cannot be judged"
+    return text
 
 
 def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | None) -> None:
@@ -361,16 +360,16 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
     said = summary(runs, every, found)
     _print(found, said, form)
     if page is not None:
-        from jetfire.report import history
+        from jetfire.report.history import render
 
-        files.write(page, history.render(every, found, said))
-    text = ""
+        files.write(page, render(every, found, said))
+    unread = ""
     if damaged:
-        text = f"{len(damaged)} of {len(runs) + len(damaged)} files cannot be read: {damaged[0]}"
+        unread = f"{len(damaged)} of {len(runs) + len(damaged)} files cannot be read: {damaged[0]}"
     if least is not None:
-        judge(found, least, text)
-    if text:
-        raise UsageError(text)
+        judge(found, least, unread)
+    if unread:
+        raise UsageError(unread)
 
 
 def _print(found: Sequence[Change], said: str, form: str) -> None:
@@ -386,11 +385,11 @@ def _print(found: Sequence[Change], said: str, form: str) -> None:
         console.print(table(found).rich(folded=(1,)))
 
 
-def judge(found: Sequence[Change], least: float, damaged: str) -> None:
+def judge(found: Sequence[Change], least: float, unread: str = "") -> None:
     """Fail where a slowdown by more than a share stands.
 
     Args:
-        damaged: what is wrong with files, which is said besides.
+        unread: what is wrong with files, which is said besides.
 
     Raises:
         RegressionError: the message names the worst, and its commit.
@@ -398,8 +397,8 @@ def judge(found: Sequence[Change], least: float, damaged: str) -> None:
     slower = [c for c in found if c.verdict == "slower" and c.rise > 1 + least]
     if not slower:
         return
-    if damaged:
-        note(damaged)
+    if unread:
+        note(unread)
     worst = slower[0]
     raise RegressionError(
         f"{len(slower)} slower by more than {100 * least:g}%: {name_of(worst.series.row)} takes "

@@ -217,12 +217,14 @@ def test_what_differs_is_apart_and_wrong_rows_do_not_count():
     runs = [
         MeasuredRun(Path("a"), results),
         MeasuredRun(Path("b"), Results({"name": "another"}, [row(1.0)])),
+        MeasuredRun(Path("c"), Results({"name": "GPU", "timer": 9}, [row(3.0)])),
     ]
     every = history.series_of(runs)
     assert [(one.device, one.row.data, [p.ms for p in one.points]) for one in every] == [
         ("GPU", None, [0.5]),
         ("GPU", "heavy", [1.0]),
         ("another", None, [1.0]),
+        ("GPU", None, [3.0]),
     ]
 
 
@@ -263,7 +265,7 @@ def test_a_page_shows_what_changed_first_and_nothing_runs_in_it(results, tmp_pat
     assert len(figures) == 3
     assert len(first["data"][0]["x"]) == 12
     assert len(first["data"]) == 2  # times, and a level
-    assert text.count('<tr class="best">') == 1
+    assert text.count('<tr class="changed">') == 1
     same = tmp_path / "same.html"
     run(capsys, folder, "--report", same)
     assert same.read_bytes() == page.read_bytes()
