@@ -48,7 +48,8 @@ def _git(folder: Path, *words: str, given: str = "") -> str | None:
     """Return what git says in a folder; None where it fails, or there is no git."""
     try:
         return subprocess.run(
-            ["git", "-C", str(folder), *words],
+            # Nothing is written to a repository, and no program of its own is run.
+            ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words],
             input=given,
             capture_output=True,
             text=True,

@@ -63,12 +63,12 @@ class Sets:
         """Check what timed calls write into poisoned outputs, of inputs drawn anew in place.
 
         Nothing holds a right result before they have run: the seed is drawn, and the reference is
-        computed afterwards. Outputs are copied in the order of the stream that is timed, so that
-        what is still to come from another one is missing.
+        computed afterwards. Outputs are copied in the order of the stream that is timed, the last
+        call's first, so that what is still to come from another stream is missing.
 
         Args:
-            run: runs every set's call at least once. Where a call adds to its outputs, each is
-                made once instead.
+            run: runs every set's call, as `time_calls` tells it. Where a call adds to its outputs,
+                and a graph may hold it several times, each is made once instead.
         """
         seed = secrets.randbits(32)
         fresh = [self.draw(seed + i) for i in range(len(self.inputs))]
@@ -84,9 +84,10 @@ class Sets:
                 call()
         else:
             run()
-        written = [{name: out.clone() for name, out in one.items()} for one in self.outputs]
+        written = [{k: out.clone() for k, out in one.items()} for one in reversed(self.outputs)]
+        sets = zip(fresh, self.inputs, reversed(written), strict=True)
         worst = Check(True, 0.0)
-        for i, (new, inputs, outputs) in enumerate(zip(fresh, self.inputs, written, strict=True)):
+        for i, (new, inputs, outputs) in enumerate(sets):
             found = self._judged(kernel, config, new, inputs, outputs)
             if not found.ok:
                 return replace(found, message=f"{found.message}, of inputs of seed {seed + i}")

@@ -357,14 +357,15 @@ class Runner:
         sets: Sets,
         runs: Mapping[str, Callable[[], object]],
     ) -> list[Row]:
-        """Return rows that were right as they are once the calls that were timed are proved."""
+        """Return rows with what is wrong with the calls that were timed; else as they are."""
         found = []
         for choice, row in zip(legal, rows, strict=True):
+            proved = row
             if row.ok:
                 run = runs[choice.label]
                 prove = partial(sets.proved, choice.kernel, choice.config, run)
-                row = self._checked(case, choice, prove, " after timing")
-            found.append(row)
+                proved = self._checked(case, choice, prove, " after timing")
+            found.append(row if proved.ok else proved)
         return found
 
     def _checked(

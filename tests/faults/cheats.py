@@ -198,7 +198,7 @@ class Elsewhere(Cheat):
             self.work(inputs, outputs)
             return
         with torch.cuda.stream(self.side):
-            torch.cuda._sleep(10_000_000)
+            torch.cuda._sleep(200_000)
             self.work(inputs, outputs)
 
 
