@@ -9,7 +9,9 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core import registry
 from jetfire.core.device import Device
+from jetfire.core.launch import interpreted
 from jetfire.measure import peaks, timer
+from jetfire.measure.proof import Sets
 from jetfire.tuner.worker import Bench, Job
 
 FILE = Path(__file__).parent / "faults" / "cheats.py"
@@ -95,3 +97,31 @@ def test_a_cheat_is_no_finalist(name, monkeypatch):
         patch.setattr(type(kernel), "cheat", lambda self, _, *tensors: self.work(*tensors))
         for _ in range(2):
             assert bench.compare({"a": kernel.Config()}, 0.0, 2, False).failed == {}
+
+
+def problems(op):
+    """A problem of each mode, and one of which a call adds to its outputs."""
+    sizes = dict.fromkeys(op.dims, 128)
+    found = [problem for mode in op.modes for problem in op.problems(mode, sizes)]
+    if "accumulate" in op.Problem.__dataclass_fields__:
+        found.append(op.Problem.parse({**sizes, "accumulate": True, "out": "fp32"}))
+    return found
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_an_honest_kernel_of_every_op_is_proved(name):
+    op, device = registry.get(name), Device.parse("auto")
+    proved = []
+    for problem in problems(op):
+        sets = Sets.drawn(op, problem, device.torch_device, 2, 0, "normal")
+        for kernel in registry.kernels(name).values():
+            config = kernel.default(problem, device)
+            if interpreted(kernel, device) or kernel.legal(problem, config, device) is not None:
+                continue
+            runs = {}
+            calls = {kernel.name: sets.calls(kernel, config)}
+            timer.time_calls(calls, device.torch_device, 1, 0.01, warm_ms=0, timed=runs.__setitem__)
+            check = sets.proved(kernel, config, runs[kernel.name])
+            assert check.ok, (kernel.name, problem, check.message)
+            proved.append(kernel.name)
+    assert proved
