@@ -198,9 +198,10 @@ def test_samples_that_scatter_more_than_the_step_prove_nothing():
 def test_levels_that_come_and_go():
     steps = [1.0] * 8 + [1.1] * 8 + [1.3] * 8
     assert found(steps) == [(16, "slower"), (8, "slower")]  # the largest first
-    mended = [1.0] * 12 + [1.2] * 4 + [1.0] * 5
-    assert all(verdict != "slower" for _, verdict in found(mended))
-    assert found([1.0] * 12 + [1.5] * 8 + [1.1] * 12)[-1] == (20, "faster")
+    mended = [1.0] * 8 + [1.5] * 10
+    assert found(mended + [1.0] * 6) == [(8, "mended since"), (18, "faster")]
+    assert found(mended + [1.1] * 6) == [(8, "mended since"), (18, "faster")]
+    assert found(mended + [1.4] * 6) == [(8, "slower"), (18, "faster")]
 
 
 def test_what_differs_is_apart_and_wrong_rows_do_not_count():
