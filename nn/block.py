@@ -28,6 +28,7 @@ class Int8Block(nn.Module):
         dropout: probability, of attention's weights and of both branches' outputs.
         block: 32, 64 or 128, the side of the blocks whose codes are multiplied.
         flow: as `block`, of what flows between products; None is `block`.
+        kept: as of `Int8Linear`, of all but FC2's input: that is made again from the one of GELU.
 
     Attributes:
         adds_gradients: where a weight has a gradient, add to it in the product that makes the next
@@ -45,6 +46,7 @@ class Int8Block(nn.Module):
         block: int = 32,
         flow: int | None = None,
         device: Placed = None,
+        kept: int = 8,
     ) -> None:
         super().__init__()
         if heads < 1 or width % heads:
@@ -59,7 +61,7 @@ class Int8Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
 
         def linear(inputs: int, outputs: int) -> Int8Linear:
-            return Int8Linear(inputs, outputs, block=block, **fp32)
+            return Int8Linear(inputs, outputs, block=block, kept=kept, **fp32)
 
         self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
         self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)

@@ -317,10 +317,11 @@ def _replacement(module: Any, recipe: Recipe, frozen: bool) -> nn.Module:
         weight = module.weight.t() if _is_conv1d(module) else module.weight
         return FrozenInt8Linear(weight, module.bias, recipe.block).train(module.training)
     if _is_conv1d(module):
-        new = Int8Conv1D(module.weight, module.bias, recipe.block, recipe.fallback)
+        new = Int8Conv1D(module.weight, module.bias, recipe.block, recipe.fallback, recipe.kept)
     else:
         sizes = module.in_features, module.out_features
-        new = Int8Linear(*sizes, module.bias is not None, recipe.block, device="meta")
+        bias = module.bias is not None
+        new = Int8Linear(*sizes, bias, recipe.block, device="meta", kept=recipe.kept)
         new.weight, new.bias = module.weight, module.bias
         if recipe.fallback is not None:
             new.fallback = Fallback(recipe.fallback, module.weight.device)

@@ -7,7 +7,7 @@ the same bits, as it is rounded to nearest.
 
 What is multiplied is in blocks of one side, `block`; what flows between products, in blocks of
 another, `flow`: a product's INT8 output, the inputs of norms and activations, the gradients
-between.
+between. What only a weight's gradient reads of what is kept may be in 4 bits.
 
 The norm is LayerNorm or RMSNorm, the MLP has a GELU or SwiGLU; attention is the caller's.
 """
@@ -31,13 +31,17 @@ from jetfire.nn.products import (
     MadeOfWeight,
     alone,
     flat,
+    kept_input,
     keys_for_backward,
+    layout_kept,
     quantised_gradient,
     quantised_weight,
+    restored_input,
     times_weight,
     unflat,
     weight_gradient,
 )
+from jetfire.nn.recipes import Kept
 from jetfire.ops import (
     int8_add,
     int8_column_sum,
@@ -100,6 +104,8 @@ def checked_stream(stream: Stream, flow: Block, batch: int) -> None:
 # the projection's output and of FC2's.
 _ENTER_SEEDS, _LEAVE_SEEDS = 3, 7
 _MASK0, _MASK2 = 5, 6
+# Packing has random bits of its own, by any two of the keys.
+_PACK0, _PACK1 = 0, 3
 
 Activation = Literal["tanh", "erf", "gated"]
 
@@ -130,11 +136,13 @@ class Product(NamedTuple):
     Attributes:
         weights, biases: of each; no biases where they have none.
         codes: of the weights, out×in, under one another, with the transpose.
+        kept: bits of what backward keeps of the input, as in `Int8Linear`.
     """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
     codes: Quantized
+    kept: Kept
 
     @property
     def bias(self) -> Tensor | None:
@@ -142,13 +150,13 @@ class Product(NamedTuple):
         return torch.cat(self.biases) if len(self.biases) > 1 else next(iter(self.biases), None)
 
 
-# How many parameters the norm has, and how many weights and biases each product.
-Counts = tuple[int, tuple[tuple[int, int], ...]]
+# How many parameters the norm has; how many weights and biases each product, and what it keeps.
+Counts = tuple[int, tuple[tuple[int, int, Kept], ...]]
 
 
 def _flattened(norm: Sequence[Tensor], *products: Product) -> tuple[Counts, list[Tensor]]:
     """Return a half's parameters and codes one after another: autograd looks into no tuple."""
-    counts = tuple((len(p.weights), len(p.biases)) for p in products)
+    counts = tuple((len(p.weights), len(p.biases), p.kept) for p in products)
     parts = (t for p in products for t in (*p.weights, *p.biases, *p.codes.tensors))
     return (len(norm), counts), [*norm, *parts]
 
@@ -167,15 +175,16 @@ def _parts(
             tuple(islice(rest, weights)),
             tuple(islice(rest, biases)),
             Quantized.of(list(islice(rest, 4)), "both", block),
+            kept,
         )
-        for weights, biases in counts[1]
+        for weights, biases, kept in counts[1]
     ]
     return norm, products
 
 
 def _given(counts: Counts) -> int:
     """Return how many tensors `_flattened` gave."""
-    return counts[0] + sum(weights + biases + 4 for weights, biases in counts[1])
+    return counts[0] + sum(weights + biases + 4 for weights, biases, _ in counts[1])
 
 
 class _Enter(torch.autograd.Function):
@@ -201,11 +210,12 @@ class _Enter(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         norm, (product,) = _parts(counts, given, setting.block)
         s = Quantized(q, scale, block=setting.flow)
-        h, mean, rstd = _normed(s, norm, mean, rstd, setting)
+        h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(product.kept), setting)
         y = times_weight(h, product.codes, out="bf16", bias=product.bias)
+        kept = kept_input(h, product.kept, _key(seeds, 0))
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = product.weights
-        ctx.save_for_backward(seeds, mean, rstd, norm[0], *flat(s, h.t, product.codes.t))
+        ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept, *flat(s, product.codes.t))
         return x.view_as(x), *y.split(widths, dim=1)
 
     @staticmethod
@@ -214,11 +224,12 @@ class _Enter(torch.autograd.Function):
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
         setting, handoff = ctx.setting, ctx.handoff
         block, flow = setting.block, setting.flow
-        (s,), (ht, wt) = unflat(codes[:2], flow), unflat(codes[2:], block)
+        h, (s,), (wt,) = codes[:3], unflat(codes[3:5], flow), unflat(codes[5:], block)
         dx, *parts = grads
         g = _side_by_side(parts, block, seeds[0:1])
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
+        ht = restored_input(h, wt, seeds[0:1])
         of_product = _gradients([g], ht, ctx.weights, wanted, setting)
         del g
         layout: Layout = "q" if handoff is None else "both"
@@ -251,15 +262,15 @@ class _Leave(torch.autograd.Function):
         block, flow, eps = setting.block, setting.flow, setting.eps
         norm, products = _parts(counts, given, block)
         p0, p1, p2 = products
-        a = int8_quantize(attended, block=block, layout="both")
+        a = int8_quantize(attended, block=block, layout=layout_kept(p0.kept))
         y = times_weight(a, p0.codes, out="int8", bias=p0.bias, out_block=flow)
-        at = alone(a.t)
+        kept = kept_input(a, p0.kept, _key(seeds, _PACK0))
         del a
         y = _dropped(y, setting, seeds, _MASK0)
         x, s, mean, rstd = int8_add(x, y, eps=eps)
-        h, mean, rstd = _normed(s, norm, mean, rstd, setting)
+        h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(p1.kept), setting)
         f = times_weight(h, p1.codes, out="int8", bias=p1.bias, out_block=flow)
-        ht = alone(h.t)
+        kept += kept_input(h, p1.kept, _key(seeds, _PACK1))
         del h
         u = _activated(f, "q", setting)
         y = times_weight(u, p2.codes, out="int8", bias=p2.bias, out_block=flow)
@@ -272,7 +283,7 @@ class _Leave(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = [product.weights for product in products]
-        kept = flat(s, f, at, ht, *(product.codes.t for product in products))
+        kept += flat(s, f, *(product.codes.t for product in products))
         ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept)
         return out, *copy.tensors, *statistics
 
@@ -291,7 +302,8 @@ class _Leave(torch.autograd.Function):
         _, wanted = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
-        (s, f), (at, ht, w0t, w1t, w2t) = unflat(codes[:4], flow), unflat(codes[4:], block)
+        a, h, (s, f) = codes[:3], codes[3:6], unflat(codes[6:10], flow)
+        w0t, w1t, w2t = unflat(codes[10:], block)
         del codes
 
         def seed(index: int) -> Tensor:
@@ -310,7 +322,7 @@ class _Leave(torch.autograd.Function):
         del g
         parts = _activated_backward(f, du, seed(2), setting)
         del du
-        of1 = gradients(parts, ht, 1)
+        of1 = gradients(parts, restored_input(h, w1t, seed(_PACK1)), 1)
         df = _beside([alone(part) for part in parts])
         del parts
         dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
@@ -322,9 +334,14 @@ class _Leave(torch.autograd.Function):
         g = _undropped(copy, setting, seeds, _MASK0)
         del copy
         dattended = times_weight(g, w0t, out="bf16")
-        of0 = gradients([g], at, 0)
+        of0 = gradients([g], restored_input(a, w0t, seed(_PACK0)), 0)
         of_products = (t for of in (of0, of1, of2) for t in (*of, *[None] * 4))
         return *[None] * 4, dx, dattended, *of_norm, *of_products
+
+
+def _key(seeds: Tensor | None, index: int) -> Tensor | None:
+    """Return one of the keys that backward will need; None where none follows."""
+    return None if seeds is None else seeds[index : index + 1]
 
 
 def _normed(
@@ -332,6 +349,7 @@ def _normed(
     norm: Sequence[Tensor],
     mean: Tensor | None,
     rstd: Tensor | None,
+    layout: Layout,
     setting: Setting,
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     """Return a norm's output and the statistics of its rows.
@@ -340,7 +358,7 @@ def _normed(
         norm: its weight and bias; a weight alone is RMSNorm's, which has no mean.
         mean, rstd: LayerNorm's statistics where they are known.
     """
-    more: dict[str, Any] = {"eps": setting.eps, "layout": "both", "out_block": setting.block}
+    more: dict[str, Any] = {"eps": setting.eps, "layout": layout, "out_block": setting.block}
     if len(norm) == 1:
         h, rstd = int8_rmsnorm(s, norm[0], **more)
         return h, None, rstd
@@ -564,4 +582,5 @@ class JoinedWeights(MadeOfWeight[Quantized]):
 def product_of(layers: Sequence[Int8Linear | Int8Conv1D], codes: Quantized) -> Product:
     """Return the product of layers that read the same input, by the codes of their weights."""
     biases = tuple(layer.bias for layer in layers if layer.bias is not None)
-    return Product(tuple(layer.weight for layer in layers), biases, codes)
+    kept = max(layer.kept for layer in layers)
+    return Product(tuple(layer.weight for layer in layers), biases, codes, kept)

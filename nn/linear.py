@@ -1,6 +1,7 @@
 """A linear layer whose three products run in per-block INT8 (Jetfire, arXiv 2403.12422, section 4).
 
-What backward needs of the input and the weight is kept as INT8 codes, already transposed.
+What backward needs of the input and the weight is kept as INT8 codes, already transposed; of the
+input also in 4 bits, as asked.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from jetfire.nn.products import (
     QuantisedWeight,
     checked_block,
     is_dtensor,
+    kept_input,
     keys_for_backward,
+    layout_kept,
     own_part,
     quantised_gradient,
+    restored_input,
     times_weight,
 )
+from jetfire.nn.recipes import Kept, checked_kept
 from jetfire.ops import int8_column_sum, int8_fallback_gemm, int8_gemm, int8_quantize
 
 
@@ -37,14 +42,17 @@ def _forward(
     q: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
     block: Block,
+    kept: Kept,
     learns: bool,
     *_: Any,
 ) -> list[torch.Tensor]:
-    """Return y = x·Wᵀ + b, and the codes of xᵀ where the weight learns."""
-    a = int8_quantize(x, block=block, layout="both" if learns else "q")
+    """Return y = x·Wᵀ + b, and what backward keeps of x where the weight learns."""
+    a = int8_quantize(x, block=block, layout=layout_kept(kept) if learns else "q")
     y = times_weight(a, Quantized(q, scale, block=block), out=FLOATS[x.dtype], bias=bias)
-    return [y, *a.t.tensors[:2]] if learns else [y]
+    made = kept_input(a, kept, seed) if learns else []
+    return [y, *(part for part in made if part is not None)]
 
 
 def _fallback_forward(
@@ -73,7 +81,9 @@ def _backward(
     wt_scale: torch.Tensor,
     at: torch.Tensor | None,
     at_scale: torch.Tensor | None,
+    at_steps: torch.Tensor | None,
     block: Block,
+    kept: Kept,
     learns: bool,
     transposed: bool,
     dtype: FloatName,
@@ -82,13 +92,13 @@ def _backward(
     of_bias: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients that are wanted."""
-    a = Quantized(at, at_scale, block=block)
+    weight = Quantized(wt, wt_scale, block=block)
 
     def of_the_weight(gt: Quantized) -> torch.Tensor:
+        a = restored_input((at, at_scale, at_steps), weight, seed)
         product: torch.Tensor = int8_gemm(*((a, gt) if transposed else (gt, a)), out=dtype)
         return product
 
-    weight = Quantized(wt, wt_scale, block=block)
     return _gradients(g, seed, weight, block, of_the_weight, of_x, of_weight, of_bias)
 
 
@@ -151,12 +161,12 @@ def _gradients(
 # The weight, of a `dtype`, is multiplied by as out×in; `transposed`: it is stored in×out, and so is
 # its gradient.
 _linear = Fused(
-    "linear(Tensor x, Tensor q, Tensor scale, Tensor? bias, int block, bool learns,"
-    " bool transposed, str dtype) -> Tensor[]",
+    "linear(Tensor x, Tensor q, Tensor scale, Tensor? bias, Tensor? seed, int block, int kept,"
+    " bool learns, bool transposed, str dtype) -> Tensor[]",
     _forward,
     "linear_backward(Tensor g, Tensor seed, Tensor wt, Tensor wt_scale, Tensor? at, Tensor?"
-    " at_scale, int block, bool learns, bool transposed, str dtype, bool of_x, bool of_weight,"
-    " bool of_bias) -> Tensor[]",
+    " at_scale, Tensor? at_steps, int block, int kept, bool learns, bool transposed, str dtype,"
+    " bool of_x, bool of_weight, bool of_bias) -> Tensor[]",
     _backward,
 )
 _fallback_linear = Fused(
@@ -178,6 +188,7 @@ def _apply(
     transposed: bool,
     training: bool,
     fallback: Fallback | None,
+    kept: Kept,
 ) -> torch.Tensor:
     """Map (…, in features) to (…, out features), in the autocast dtype if there is one."""
     assert codes.q is not None
@@ -187,15 +198,16 @@ def _apply(
     learns = weight.requires_grad and torch.is_grad_enabled()
     leaves = x, weight, bias
     factors = codes.q, codes.scale, None if bias is None else wide(bias)
-    kept, dtype = (seed, codes.qt, codes.scale_t), FLOATS[weight.dtype]
+    saved, dtype = (seed, codes.qt, codes.scale_t), FLOATS[weight.dtype]
     if fallback is None:
-        y = _linear(leaves, (x, *factors), kept, (codes.block, learns, transposed, dtype))
+        constants = codes.block, kept, learns, transposed, dtype
+        y = _linear(leaves, (x, *factors, seed), saved, constants)
     else:
         a, r = fallback(x.detach(), codes.block, "both" if learns else "q")
         y = _fallback_linear(
             leaves,
             (x, a.q, a.scale, r.q, r.scale, *factors),
-            (*kept, a.qt, a.scale_t, r.qt, r.scale_t),
+            (*saved, a.qt, a.scale_t, r.qt, r.scale_t),
             (codes.block, transposed, dtype),
         )
     return y if input.dim() == 2 else y.reshape(*input.shape[:-1], outputs)
@@ -208,6 +220,8 @@ class Int8Linear(nn.Linear, Int8Weights):
         block: 32, 64 or 128, the side of a quantisation block.
         fallback: the share of the input's blocks that have two planes of codes (`Fallback`); None
             has none.
+        kept: bits of what is kept of the input for the weight's gradient: 8, the codes that are
+            multiplied; or 4, right in the mean (docs/arithmetic.md), and not with fallback.
     """
 
     @checked
@@ -220,9 +234,10 @@ class Int8Linear(nn.Linear, Int8Weights):
         device: Placed = None,
         dtype: torch.dtype | None = None,
         fallback: float | None = None,
+        kept: int = 8,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.block = checked_block(block)
+        self.block, self.kept = checked_block(block), checked_kept(kept, fallback)
         self.fallback = None if fallback is None else Fallback(fallback, device)
         self._quantised = QuantisedWeight()
 
@@ -256,10 +271,10 @@ class Int8Linear(nn.Linear, Int8Weights):
         bias: torch.Tensor | None,
         codes: Quantized,
     ) -> torch.Tensor:
-        return _apply(input, weight, bias, codes, False, self.training, self.fallback)
+        return _apply(input, weight, bias, codes, False, self.training, self.fallback, self.kept)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, block={self.block}"
+        return f"{super().extra_repr()}, block={self.block}, kept={self.kept}"
 
 
 class Int8Conv1D(nn.Module, Int8Weights):
@@ -268,7 +283,7 @@ class Int8Conv1D(nn.Module, Int8Weights):
     Args:
         weight: in×out; bias: out.
         block: 32, 64 or 128, the side of a quantisation block.
-        fallback: as of `Int8Linear`.
+        fallback, kept: as of `Int8Linear`.
     """
 
     @checked
@@ -278,10 +293,12 @@ class Int8Conv1D(nn.Module, Int8Weights):
         bias: nn.Parameter,
         block: int = 32,
         fallback: float | None = None,
+        kept: int = 8,
     ) -> None:
         super().__init__()
         checked_conv1d(weight, bias)
-        self.weight, self.bias, self.block = weight, bias, checked_block(block)
+        self.weight, self.bias = weight, bias
+        self.block, self.kept = checked_block(block), checked_kept(kept, fallback)
         self.fallback = None if fallback is None else Fallback(fallback, weight.device)
         self._quantised = QuantisedWeight()
 
@@ -291,8 +308,8 @@ class Int8Conv1D(nn.Module, Int8Weights):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
-        codes = self.codes()
-        return _apply(input, self.weight, self.bias, codes, True, self.training, self.fallback)
+        given = input, self.weight, self.bias, self.codes(), True
+        return _apply(*given, self.training, self.fallback, self.kept)
 
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
         """Return the weight with its codes and block."""
@@ -300,7 +317,7 @@ class Int8Conv1D(nn.Module, Int8Weights):
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape
-        return f"in_features={inputs}, out_features={outputs}, block={self.block}"
+        return f"in_features={inputs}, out_features={outputs}, block={self.block}, kept={self.kept}"
 
 
 def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:

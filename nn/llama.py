@@ -49,6 +49,7 @@ class Int8LlamaBlock(nn.Module):
             key, value and MLP are multiples of it.
         flow: as `block`, of what flows between products, and a divisor of the MLP's width; None is
             `block`.
+        kept: as in `Int8Block`.
 
     Attributes:
         adds_gradients: as in `Int8Block`.
@@ -69,6 +70,7 @@ class Int8LlamaBlock(nn.Module):
         theta: float = 10000.0,
         block: int = 32,
         flow: int | None = None,
+        kept: int = 8,
         device: Placed = None,
     ) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Int8LlamaBlock(nn.Module):
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> Int8Linear:
-            return Int8Linear(inputs, outputs, bias, self.block, **fp32)
+            return Int8Linear(inputs, outputs, bias, self.block, kept=kept, **fp32)
 
         self.norm1, self.norm2 = nn.RMSNorm(width, eps, **fp32), nn.RMSNorm(width, eps, **fp32)
         self.query = linear(width, width, bias)

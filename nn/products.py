@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName, Layout
-from jetfire.core.tensors import Quantized
+from jetfire.core.tensors import Packed, Quantized
 from jetfire.nn.gathered import GatheredWeight
-from jetfire.ops import int8_fallback_gemm, int8_gemm, int8_quantize
+from jetfire.nn.recipes import Kept
+from jetfire.ops import int4_pack, int4_unpack, int8_fallback_gemm, int8_gemm, int8_quantize
 
 Made = TypeVar("Made")
 # Where a module's parameters are to be, as torch's own modules take it.
@@ -85,6 +86,42 @@ def unflat(parts: Sequence[torch.Tensor], block: Block) -> list[Quantized]:
 def alone(value: Quantized) -> Quantized:
     """Return a matrix's codes without its transpose's, whose memory may then be another's."""
     return Quantized(value.q, value.scale, block=value.block)
+
+
+def layout_kept(kept: Kept) -> Layout:
+    """Return the layout in which a product's input is quantised, to be kept so afterwards."""
+    return "both" if kept == 8 else "q"
+
+
+def kept_input(x: Quantized, kept: Kept, seed: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return what backward keeps of a product's input for the weight's gradient: three tensors.
+
+    Args:
+        x: codes as `layout_kept` says.
+        seed: a key that nothing else is packed with; without one no backward follows.
+    """
+    if kept == 8:
+        return [x.qt, x.scale_t, None]
+    if seed is None:
+        return [None] * 3
+    packed = int4_pack(x, seed)
+    return [packed.packed, packed.scale, packed.steps]
+
+
+def restored_input(
+    kept: Sequence[torch.Tensor | None], weight: Quantized, seed: torch.Tensor
+) -> Quantized:
+    """Return the codes of the transpose of what `kept_input` was given.
+
+    Args:
+        weight: codes of Wᵀ, which has as many rows as the input columns, in the same blocks.
+        seed: the same key.
+    """
+    codes, scale, steps = kept
+    if codes is None or scale is None or steps is None:
+        return Quantized(codes, scale, block=weight.block)
+    assert weight.q is not None
+    return int4_unpack(Packed(codes, steps, scale, len(weight.q), weight.block), seed).t
 
 
 # What sees the operands of every product with a layer's weight, or with its transpose: an input or

@@ -12,6 +12,8 @@ from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K
 
 Gradient = Literal["sampled", "split", "nearest"]
+# Bits of what backward keeps of a number of a layer's input.
+Kept = Literal[8, 4]
 GROUPS = get_args(Group)
 
 
@@ -27,6 +29,19 @@ def as_group(number: int) -> Group:
             f"group{given}: expected a power of two from 1 to {GROUPS[-1]}, or 'search'"
         )
     return cast(Group, number)
+
+
+def checked_kept(kept: int, fallback: float | None = None) -> Kept:
+    """Return the number of bits.
+
+    Raises:
+        UsageError: nothing is kept in so many, or not with fallback.
+    """
+    if not isinstance(kept, int) or kept not in get_args(Kept):
+        raise UsageError(f"kept{shown(kept, True)}: expected 8 or 4")
+    if kept == 4 and fallback is not None:
+        raise UsageError(f"kept=4 with fallback{shown(fallback)}: expected one of them")
+    return cast(Kept, kept)
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,8 @@ class Recipe:
         int4: how the products are made in 4 bits.
         fallback: the share of an input's blocks that have two planes of codes (`Fallback`). Such
             layers are converted one by one: nothing flows between them in INT8.
+        kept: bits of what INT8 layers keep of an input for their weight's gradient: 8, the codes
+            that are multiplied; or 4, rounded so that the gradient stays right in the mean.
     """
 
     name: str
@@ -88,8 +105,11 @@ class Recipe:
     head: Block | None = None
     int4: Int4 | None = None
     fallback: float | None = None
+    kept: Kept = 8
 
     def __post_init__(self) -> None:
+        if checked_kept(self.kept, self.fallback) == 4 and self.block is None:
+            raise UsageError(f"kept=4 with recipe={self.name}: expected an INT8 recipe")
         if self.flow is None and self.fallback is None:
             object.__setattr__(self, "flow", self.block)
 
@@ -109,6 +129,7 @@ RECIPES = {
         # ended 0.0106 over it, and 0.0017 with both in blocks of 32, which multiply half as fast.
         Recipe("int8", 128, 32, head=128),
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
+        Recipe("int8-kept4", 128, 32, head=128, kept=4),
         Recipe("int8-fallback", 128, fallback=0.2),
         Recipe("int4-hq-lss", int4=DEFAULT),
         Recipe("int4-hq", int4=Int4(gradient="split")),

@@ -13,7 +13,7 @@ import torch
 
 from jetfire.reference.hadamard import butterflies
 from jetfire.reference.nibbles import pack
-from jetfire.reference.philox import uniform
+from jetfire.reference.philox import STREAM_PACKING, uniform
 
 GROUP = 32
 MOST = 7  # codes are in [-7, 7]
@@ -51,5 +51,6 @@ def hadamard_pack(q: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, to
     steps = (t.abs().amax(dim=2, keepdim=True) / GROUP).ceil()
     multiplier = (torch.full_like(steps, MOST) / (GROUP * steps)).masked_fill(steps == 0, 0.0)
     product = (t * multiplier).flatten(1)
-    codes = (product + uniform(seed, *product.shape)).floor().clamp(min=-MOST)
+    draws = uniform(seed, len(q), product.shape[1], STREAM_PACKING)
+    codes = (product + draws).floor().clamp(min=-MOST)
     return pack(codes.to(torch.int8)), steps[:, :, 0].to(torch.int8)

@@ -7,6 +7,7 @@ import torch
 from jetfire.reference.hadamard import butterflies
 from jetfire.reference.hadamard_pack import GROUP, MOST, alternated
 from jetfire.reference.nibbles import unpack
+from jetfire.reference.philox import STREAM_UNPACKING
 from jetfire.reference.quantize import quantize, spread
 
 
@@ -35,5 +36,7 @@ def hadamard_unpack(
     codes = unpack(packed).float() * steps.float().repeat_interleave(GROUP, 1)
     integers = alternated(butterflies(codes, GROUP))[:, :n]
     unit = scale / torch.full_like(scale, MOST)
-    q, scale = quantize(integers * spread(unit, block, m, n), block, "stochastic", seed)
+    q, scale = quantize(
+        integers * spread(unit, block, m, n), block, "stochastic", seed, STREAM_UNPACKING
+    )
     return q.t().contiguous(), scale.t().contiguous()

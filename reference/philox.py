@@ -19,6 +19,8 @@ STREAM_ROUNDING = 0
 STREAM_DROPOUT = 1
 STREAM_SAMPLING = 2
 STREAM_SECOND = 3  # rounding of an op's second output
+STREAM_PACKING = 4
+STREAM_UNPACKING = 5
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

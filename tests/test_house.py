@@ -184,6 +184,7 @@ NAMED = {
     "kernels_cpu/fallback_gemm/__init__.py": ["gemm"],
     "kernels_triton/fallback_gemm/__init__.py": ["gemm"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
+    "kernels_triton/hadamard_unpack/__init__.py": ["hadamard_pack"],
     # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
     # field that have an op's name.
     "ops/adamw.py": ["quantize"],
@@ -192,6 +193,7 @@ NAMED = {
     "ops/fallback_quantize.py": ["quantize"],
     "ops/gather_rows.py": ["sample_rows", "transpose"],
     "ops/hadamard_quantize.py": ["sample_rows"],
+    "ops/hadamard_unpack.py": ["hadamard_pack"],
     "ops/int4_gemm.py": ["sample_rows"],
     "ops/quantize_dlogits.py": ["cross_entropy", "quantize"],
     "ops/quantize_qkv.py": ["quantize"],

@@ -53,7 +53,8 @@ class GPT2(LanguageModel):
     @staticmethod
     def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
         if recipe.block is not None and recipe.flow is not None:
-            return Int8Block(shape.width, shape.heads, shape.dropout, recipe.block, recipe.flow)
+            sizes = shape.width, shape.heads, shape.dropout
+            return Int8Block(*sizes, recipe.block, recipe.flow, kept=recipe.kept)
         return Block(shape, linear_of(recipe))
 
     @staticmethod

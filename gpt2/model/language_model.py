@@ -53,7 +53,7 @@ def linear_of(recipe: Recipe) -> Callable[..., nn.Linear]:
     if recipe.int4 is not None:
         kind = partial(Int4Linear, int4=recipe.int4)
     elif recipe.block is not None:
-        kind = partial(Int8Linear, block=recipe.block, fallback=recipe.fallback)
+        kind = partial(Int8Linear, block=recipe.block, fallback=recipe.fallback, kept=recipe.kept)
     return partial(kind, dtype=torch.float32)
 
 

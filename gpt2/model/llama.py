@@ -96,6 +96,7 @@ class Llama(LanguageModel):
                 theta=THETA,
                 block=recipe.block,
                 flow=recipe.flow,
+                kept=recipe.kept,
             )
         return LlamaBlock(shape, partial(linear_of(recipe), bias=False))
 

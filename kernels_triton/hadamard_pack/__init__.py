@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.kernels_triton.common import STREAM_ROUNDING, random_u16
+from jetfire.kernels_triton.common import random_u16
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TileConfig,
@@ -19,6 +19,7 @@ from jetfire.kernels_triton.tiles import (
     tile_grid,
 )
 
+STREAM_PACKING = tl.constexpr(4)  # as in jetfire.reference.philox
 # As in jetfire.reference.hadamard_pack: a group, and its bytes when packed.
 GROUP = tl.constexpr(32)
 BYTES = tl.constexpr(16)
@@ -56,7 +57,7 @@ def hadamard_pack_kernel(
     steps = (tl.max(tl.abs(t), 1) + (GROUP - 1)) // GROUP
     widths = tl.maximum(steps * GROUP, 1).to(tl.float32)  # of zeros the codes are 0 anyway
     multiplier = tl.div_rn(tl.full(widths.shape, MOST, tl.float32), widths)
-    bits = random_u16(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_ROUNDING)
+    bits = random_u16(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_PACKING)
     bits = tl.reshape(bits, t.shape).to(tl.float32)
     # bits·2^-16 is exact, so this rounds as p + u does.
     p = tl.fma(bits, 1.52587890625e-05, t.to(tl.float32) * multiplier[:, None])

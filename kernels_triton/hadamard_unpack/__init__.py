@@ -8,7 +8,13 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.kernels_triton.common import quantize_tile, spread
+from jetfire.kernels_triton.common import (
+    block_reduce_amax,
+    block_scales,
+    random_u16,
+    round_to_codes,
+    spread,
+)
 from jetfire.kernels_triton.hadamard_pack import BYTES, GROUP, MOST, signed_hadamard
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
@@ -19,6 +25,8 @@ from jetfire.kernels_triton.tiles import (
     store_quantised,
     tile_grid,
 )
+
+STREAM_UNPACKING = tl.constexpr(5)  # as in jetfire.reference.philox
 
 
 @triton.jit
@@ -63,7 +71,11 @@ def hadamard_unpack_kernel(
     )
     unit = tl.div_rn(scale, tl.full(scale.shape, MOST, tl.float32))
     x = integers.to(tl.float32) * spread(unit, BLOCK)
-    q, scale = quantize_tile(x, tl.load(seed_ptr), row0, col0, BLOCK, True)
+    scale, multiplier = block_scales(block_reduce_amax(x, BLOCK))
+    bits = random_u16(tl.load(seed_ptr), row0, col0, TILE_M, TILE_N, STREAM_UNPACKING)
+    # As `tile_codes`, by another stream: the gradient that this multiplies may have the same seed.
+    p = tl.fma(bits.to(tl.float32), 1.52587890625e-05, x * spread(multiplier, BLOCK))
+    q = round_to_codes(tl.maximum(p, -127.0), multiplier, BLOCK, True)
     store_quantised(q, scale, None, None, qt_ptr, scale_t_ptr, row0, col0, M, N, BLOCK, "qt")
 
 
