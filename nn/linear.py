@@ -274,7 +274,7 @@ class Int8Linear(nn.Linear, Int8Weights):
         return _apply(input, weight, bias, codes, False, self.training, self.fallback, self.kept)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, block={self.block}, kept={self.kept}"
+        return f"{super().extra_repr()}, {_precision(self)}"
 
 
 class Int8Conv1D(nn.Module, Int8Weights):
@@ -317,7 +317,12 @@ class Int8Conv1D(nn.Module, Int8Weights):
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape
-        return f"in_features={inputs}, out_features={outputs}, block={self.block}, kept={self.kept}"
+        return f"in_features={inputs}, out_features={outputs}, {_precision(self)}"
+
+
+def _precision(layer: Int8Linear | Int8Conv1D) -> str:
+    """Return the block of a layer for its repr, and what it keeps if that is not its codes."""
+    return f"block={layer.block}" + (", kept=4" if layer.kept == 4 else "")
 
 
 def checked_conv1d(weight: nn.Parameter, bias: nn.Parameter) -> None:

@@ -56,9 +56,9 @@ SEGMENTS = {
 class Blocks(nn.Module):
     """Two blocks, one of which hands the codes of its gradient to the other."""
 
-    def __init__(self, dropout):
+    def __init__(self, dropout, kept=8):
         super().__init__()
-        self.blocks = nn.ModuleList(Int8Block(WIDTH, 2, dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Int8Block(WIDTH, 2, dropout, kept=kept) for _ in range(2))
 
     def forward(self, x):
         stream = Stream.of(x.bfloat16(), 32)
@@ -73,6 +73,7 @@ def parameter(*shape):
 
 LAYERS = {
     "Int8Linear": lambda: Int8Linear(WIDTH, WIDTH),
+    "Int8Linear in 4 bits": lambda: Int8Linear(WIDTH, WIDTH, kept=4),
     "Int8Conv1D": lambda: Int8Conv1D(parameter(WIDTH, WIDTH), parameter(WIDTH)),
     "FrozenInt8Linear": lambda: FrozenInt8Linear(parameter(WIDTH, WIDTH), parameter(WIDTH)),
     "Int8LayerNorm": lambda: Int8LayerNorm(WIDTH),
@@ -82,6 +83,7 @@ LAYERS = {
     "Int4Conv1D": lambda: Int4Conv1D(parameter(WIDTH, WIDTH), parameter(WIDTH)),
     "Int8Block": lambda: Blocks(0.0),
     "Int8Block that drops": lambda: Blocks(0.3),
+    "Int8Block in 4 bits": lambda: Blocks(0.3, kept=4),
 }
 
 

@@ -71,12 +71,13 @@ def sequential(device):
 def test_recipes():
     int8 = ["int8", "int8-block32", "int8-block64", "int8-block128"]
     int4 = ["int4-hq-lss", "int4-hq", "int4-naive"]
-    assert list(RECIPES) == ["bf16", *int8, "int8-fallback", *int4]
-    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, 128, 128, None, None, None]
-    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, *[None] * 4]
-    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 7]
-    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 8]
-    assert [r.fallback for r in RECIPES.values()] == [*[None] * 5, 0.2, *[None] * 3]
+    assert list(RECIPES) == ["bf16", *int8, "int8-kept4", "int8-fallback", *int4]
+    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, *[128] * 3, *[None] * 3]
+    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, 32, *[None] * 4]
+    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 3, 128, *[None] * 4]
+    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 9]
+    assert [r.fallback for r in RECIPES.values()] == [*[None] * 6, 0.2, *[None] * 3]
+    assert [r.kept for r in RECIPES.values()] == [*[8] * 5, 4, *[8] * 4]
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 
@@ -995,8 +996,9 @@ def compiled(module):
     return torch.compile(module, fullgraph=True, backend="aot_eager")
 
 
-def test_linear_compiles(device):
-    linear = Int8Linear(40, 24, device=device)
+@pytest.mark.parametrize("kept", [8, 4])
+def test_linear_compiles(device, kept):
+    linear = Int8Linear(40, 24, device=device, kept=kept)
     x = torch.randn(8, 40, device=device, requires_grad=True)
     fast = compiled(linear)
     found = {}

@@ -190,6 +190,37 @@ def test_linear(device, block, dtype, kind, fallback):
         unbiased(draws[index], exact[index], of_one.sqrt(), cast, hoeffding(of_one.numel()))
 
 
+@pytest.mark.parametrize(("kind", "block"), [(Int8Linear, 32), (Int8Linear, 128), (Int8Conv1D, 64)])
+def test_linear_that_keeps_4_bits(device, block, kind):
+    """The weight's gradient, of an input with outliers and a mean; all else has INT8's bits."""
+    torch.manual_seed(0)
+    rows, inputs, outputs = 75, 70, 40
+    x = leaf(rows, inputs, device=device)
+    with torch.no_grad():
+        x[:, 50] *= 30
+        x[:, 60:] += 2
+    linear = Int8Linear(inputs, outputs, block=block, device=device)
+    other = Int8Linear(inputs, outputs, block=block, device=device, kept=4)
+    if kind is Int8Conv1D:
+        weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
+        linear, other = (Int8Conv1D(weight, linear.bias, block, kept=kept) for kept in (8, 4))
+    other.load_state_dict(linear.state_dict())
+    g = torch.randn(rows, outputs, device=device)
+    found = []
+    for layer in (linear, other):
+        torch.manual_seed(1)
+        y = layer(x)
+        found.append((y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), g)))
+    for index, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(ours, theirs) == (index != 2)
+
+    wide = double(x, linear.weight)
+    y = quantised(wide[0], block) @ (wide[1] if kind is Int8Conv1D else wide[1].t())
+    (exact,) = torch.autograd.grad(y, wide[1:], g.double())
+    (draws,) = drawn(lambda: other(x), [other.weight], g)
+    unbiased(draws, exact, draws.std(0), torch.zeros_like(exact), student(exact.numel()))
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_layernorm(device, block):
     torch.manual_seed(0)
@@ -507,10 +538,10 @@ def llama_reference(module, x, own, batch, parameters, noise, keep=(None, None, 
 BATCH, TOKENS, WIDTH = 2, 24, 72
 
 
-def blocks_of(count, block, flow, device, dropout=0.0):
+def blocks_of(count, block, flow, device, dropout=0.0, kept=8):
     """Blocks whose every parameter matters."""
     made = torch.nn.ModuleList(
-        Int8Block(WIDTH, 2, dropout, block, flow, device=device) for _ in range(count)
+        Int8Block(WIDTH, 2, dropout, block, flow, device, kept) for _ in range(count)
     )
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -560,10 +591,10 @@ def check_blocks(modules, device, keep=(None, None, None), reference=reference, 
         unbiased(found, expected, found.std(0), rounding, bound, seen)
 
 
-@pytest.mark.parametrize(("block", "flow"), [(32, 32), (128, 32)])
-def test_block(device, block, flow):
+@pytest.mark.parametrize(("block", "flow", "kept"), [(32, 32, 8), (128, 32, 8), (128, 32, 4)])
+def test_block(device, block, flow, kept):
     torch.manual_seed(0)
-    check_blocks(blocks_of(1, block, flow, device), device)
+    check_blocks(blocks_of(1, block, flow, device, kept=kept), device)
 
 
 @pytest.mark.parametrize(("block", "flow"), [(128, 128), (64, 32)])
@@ -579,6 +610,7 @@ def test_two_blocks(device, block, flow):
         (32, 32, (64, 2, 1, 96), {"bias": True}),
         (128, 32, (256, 2, 1, 128), {"window": 5}),
         (32, 128, (64, 2, 2, 128), {}),
+        (64, 32, (64, 2, 1, 128), {"kept": 4}),
     ],
 )
 def test_llama_block(device, block, flow, sizes, options):
