@@ -86,7 +86,7 @@ def test_the_mean_is_what_was_packed(device):
 
 
 def test_a_mean_costs_no_more_than_none(monkeypatch):
-    """By the signs, without which GELU's outputs lose 2 dB more."""
+    """By the signs, without which GELU's outputs lose 1.3 dB more."""
     torch.manual_seed(0)
     normal, seed = torch.randn((256, 512)), torch.tensor([1])
 
@@ -99,7 +99,7 @@ def test_a_mean_costs_no_more_than_none(monkeypatch):
     assert decibels(normal) > 16.5
     assert (found := decibels(outputs)) > 16.5
     monkeypatch.setattr(reference, "signs", lambda: torch.ones(32))
-    assert decibels(outputs) == pytest.approx(found - 2, abs=0.5)
+    assert decibels(outputs) == pytest.approx(found - 1.3, abs=0.2)
 
 
 def test_bytes_per_element(device):
