@@ -231,6 +231,7 @@ class _Enter(torch.autograd.Function):
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
         ht = restored_input(h, wt, seeds[0:1])
         of_product = _gradients([g], ht, ctx.weights, wanted, setting)
+        del ht
         del g
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(

@@ -136,7 +136,7 @@ def test_moments_are_what_an_optimizer_keeps(optimizer, shape, monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [
-        *itertools.product(["bf16", "int8", "int4-hq-lss"], FAMILIES),
+        *itertools.product(["bf16", "int8", "int8-kept4", "int4-hq-lss"], FAMILIES),
         *(("int4-naive", f"gpt2, {name}") for name in SHAPES),
         ("int4-naive", "llama, tokens"),
         ("int8-block32", "llama, tokens"),
@@ -159,7 +159,7 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", ["gpt2, tokens", "gpt2, logits", "llama, grouped"])
-@pytest.mark.parametrize("recipe", ["bf16", "int8", "int8-block32", "int4-hq-lss"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8", "int8-kept4", "int8-block32", "int4-hq-lss"])
 def test_an_evaluation_holds_what_is_counted(recipe, shape, monkeypatch):
     base, changes, vocabulary = FAMILIES[shape]
     settings = make("tiny", {**base, **changes, "recipe": recipe})
@@ -251,7 +251,9 @@ def test_recipes_that_a_width_does_not_have_are_not_named():
     settings = make("tiny-llama", {"hidden": 96, "recipe": "bf16"})
     names = {fit.words.split()[1] for fit in plan.fitting(settings, 256, 2.0**40)}
     assert names == {
-        name for name in COUNTED if name not in ("int8", "int8-block64", "int8-block128")
+        name
+        for name in COUNTED
+        if name not in ("int8", "int8-kept4", "int8-block64", "int8-block128")
     }
 
 

@@ -122,6 +122,26 @@ def code_bytes(side: int | None) -> float:
     return 1 + 4 / side**2 if side else 0.0
 
 
+class InputBytes(NamedTuple):
+    """Of a number of an INT8 product's input.
+
+    Attributes:
+        kept: bytes that backward keeps of it.
+        restored: bytes that are made of it again for the weight's gradient.
+    """
+
+    kept: float
+    restored: float
+
+
+def input_bytes(recipe: Recipe) -> InputBytes:
+    """Return what a fused block holds of a product's input."""
+    code = code_bytes(recipe.block)
+    if recipe.kept == 8:
+        return InputBytes(code, 0.0)
+    return InputBytes(code - 1 / 2 + 1 / 32, code)  # two codes to a byte, and a step of each 32
+
+
 class Int4Bytes(NamedTuple):
     """Of `Int4Linear` (nn/int4.py).
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from jetfire.gpt2.model.shape import Shape
-from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of, int4_bytes
+from jetfire.gpt2.training.held import (
+    Held,
+    InputBytes,
+    Moment,
+    Part,
+    Sizes,
+    code_bytes,
+    head_of,
+    input_bytes,
+    int4_bytes,
+)
 from jetfire.nn.recipes import Int4, Recipe
 
 
@@ -23,7 +33,8 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
     if recipe.block is not None:
         wide, alone = 2, 30
         codes = 2 * code_bytes(recipe.block) * weights
-        block = _int8_block(s, code_bytes(recipe.block), code_bytes(recipe.flow))
+        sides = code_bytes(recipe.block), code_bytes(recipe.flow)
+        block = _int8_block(s, *sides, input_bytes(recipe))
     elif recipe.int4 is not None:
         codes = remade = 2.0 * weights  # a byte each, both ways
         block = _int4_block(s, recipe.int4)
@@ -70,21 +81,24 @@ def _plain_block(s: _Sizes) -> Part:
     return Part("block", kept, moments, (2 + 4) * s.x, 16 * s.w)  # y, the next x
 
 
-def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
+def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> Part:
     """Return `Int8Block` (nn/flow.py): x in BF16, weights' gradients in FP32 at once.
 
     `Step` has its products add to the gradients that stand.
 
     Args:
         block, flow: bytes of a code of what is multiplied, and of what flows between products.
+        of_input: of a number of a product's input.
     """
     # q k v, o; codes of what both norms read and of f; of three products' inputs, transposed.
-    kept = (6 + 2 + (1 + 1 + 4) * flow + 3 * block) * s.x + 4 * s.rows
+    inputs, again = of_input
+    kept = (6 + 2 + (1 + 1 + 4) * flow + 3 * inputs) * s.x + 4 * s.rows
+    leave = (5 * flow + 2 * inputs) * s.x
     moments = (
-        Moment(0, (2 + 4 * flow + 4 * block) * s.x, 32 * s.w),  # dx, df and its transpose
-        Moment(0, (2 + 2 + 2 + 2 * block) * s.x, 36 * s.w),  # dx twice, do, codes of dx
-        Moment((5 * flow + 2 * block) * s.x, (2 + 2 + 6 + 4) * s.x, 36 * s.w),  # …, dq dk dv, FP32
-        Moment((8 + 5 * flow + 2 * block) * s.x, (2 + 6 + 6 * block + flow) * s.x, 48 * s.w),
+        Moment(0, (2 + 4 * flow + 4 * block + again) * s.x, 32 * s.w),  # dx, df and its transpose
+        Moment(0, (2 + 2 + 2 + 2 * block + again) * s.x, 36 * s.w),  # dx twice, do, codes of dx
+        Moment(leave, (2 + 2 + 6 + 4) * s.x, 36 * s.w),  # …, dq dk dv, FP32
+        Moment(8 * s.x + leave, (2 + 6 + 6 * block + flow + again) * s.x, 48 * s.w),
     )
     # u, y, x before and after attention, codes; and the embeddings in FP32.
     return Part("block", kept, moments, (4 + 1 + 2 + 2 + 1 + 4) * s.x)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jetfire.gpt2.model.shape import LlamaShape, Shape
-from jetfire.gpt2.training.held import Held, Moment, Part, Sizes, code_bytes, head_of, int4_bytes
+from jetfire.gpt2.training.held import (
+    Held,
+    InputBytes,
+    Moment,
+    Part,
+    Sizes,
+    code_bytes,
+    head_of,
+    input_bytes,
+    int4_bytes,
+)
 from jetfire.nn.recipes import Int4, Recipe
 
 
@@ -76,7 +86,7 @@ def llama(shape: Shape, recipe: Recipe, batch: int) -> Held:
     rotary = 8.0 * shape.layers * s.angles  # cosines and sines in FP32, of each block
     if recipe.block is not None:
         code, flow = code_bytes(recipe.block), code_bytes(recipe.flow)
-        block = _int8_block(s, code, flow)
+        block = _int8_block(s, code, flow, input_bytes(recipe))
         # Beside those of each weight there are those of q k v as one, and of gate and up.
         remade = 2 * code * (weights - shape.layers * (s.w + s.wh))
         codes = 2 * code * weights + remade
@@ -158,18 +168,20 @@ def _plain_block(s: _Sizes) -> Part:
     return Part("block", kept, moments, forward, 4 * s.wh)
 
 
-def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
+def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> Part:
     """Return `Int8LlamaBlock` (nn/llama.py): x in BF16, weights' gradients in FP32 at once.
 
     `Step` has its products add to the gradients that stand.
 
     Args:
         block, flow: bytes of a code of what is multiplied, and of what flows between products.
+        of_input: of a number of a product's input.
     """
     # q k v as one, q and k turned, o; codes of what both norms read, of gate and up; of three
     # products' inputs, transposed.
-    kept = (2 + 2 + 2 + 2 * flow + 3 * block) * s.x + 6 * s.k + 2 * flow * s.h + 4 * s.rows
-    enter = kept - (flow + block) * s.x  # what is freed when the block's first half goes backward
+    inputs, again = of_input
+    kept = (2 + 2 + 2 + 2 * flow + 3 * inputs) * s.x + 6 * s.k + 2 * flow * s.h + 4 * s.rows
+    enter = kept - (flow + inputs) * s.x  # what is freed when the block's first half goes backward
     both = 2 * block * (s.x + 2 * s.k)  # codes of dq dk dv, both ways
     moments = (
         # dx, codes of it and of dgate and dup, both ways, and these side by side
@@ -177,9 +189,9 @@ def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
         Moment(0, 2 * s.x + (flow + 4 * block) * s.h, 4 * s.wh),
         Moment(0, 2 * s.x + 6 * block * s.h, 12 * s.wh),
         # dx twice, codes of it, do
-        Moment(0, (2 + 2 + 2 * block + 2) * s.x, 12 * s.wh + 4 * s.w),
+        Moment(0, (2 + 2 + 2 * block + 2 + again) * s.x, 12 * s.wh + 4 * s.w),
         Moment(
-            2 * (flow + block) * s.x + 2 * flow * s.h,
+            2 * (flow + inputs) * s.x + 2 * flow * s.h,
             (2 + 2) * s.x + s.attention,
             12 * s.wh + 4 * s.w,
         ),
@@ -189,7 +201,7 @@ def _int8_block(s: _Sizes, block: float, flow: float) -> Part:
             (2 + 2 + 2 * s.grouped) * s.x + 4 * (1 + s.grouped) * s.k + both,
             12 * s.wh + 4 * s.w,
         ),
-        Moment(enter, (2 + 2 + flow) * s.x + 4 * s.k + both, 4 * s.weights),
+        Moment(enter, (2 + 2 + flow + again) * s.x + 4 * s.k + both, 4 * s.weights),
         # dx twice, codes of it, dq dk dv
         Moment(enter, (2 + 2 + 2 + 2 * block + flow) * s.x + 4 * s.k, 4 * s.weights),
     )
