@@ -251,6 +251,7 @@ COMPLETED = {
         "int8-block32",
         "int8-block64",
         "int8-block128",
+        "int8-kept4",
         "int8-fallback",
     ],
     "jetfire-train sample --te": ["--temperature"],

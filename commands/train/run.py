@@ -24,7 +24,7 @@ Recipe = Annotated[
     o.option(
         "--recipe",
         "NAME",
-        "bf16, int8, int8-block32, -block64, -block128, int8-fallback, int4-hq-lss, int4-hq, "
+        "bf16, int8, int8-block32, -block64, -block128, -kept4, -fallback, int4-hq-lss, int4-hq, "
         "int4-naive (int8).",
         o.RECIPES,
     ),
