@@ -70,24 +70,6 @@ class Quantized4(NamedTuple):
     squares: Tensor | None = None
 
 
-class Packed(NamedTuple):
-    """A matrix (m×n) as 4-bit codes of its Hadamard transform, 32 neighbours of a row at a time.
-
-    Attributes:
-        packed: int8 m×16·⌈n/32⌉, two codes per byte (`reference.hadamard_pack`).
-        steps: int8 m×⌈n/32⌉, a step per group.
-        scale: fp32 ⌈m/block⌉×⌈n/block⌉, that of the INT8 codes that were packed.
-        n: the matrix's columns.
-        block: the side of those codes' tiles: 32, 64 or 128.
-    """
-
-    packed: Tensor
-    steps: Tensor
-    scale: Tensor
-    n: int
-    block: int
-
-
 class Spec(NamedTuple):
     """The dtype and shape of a launch's tensor.
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName, Layout
-from jetfire.core.tensors import Packed, Quantized
+from jetfire.core.tensors import Quantized
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.recipes import Kept
 from jetfire.ops import int4_pack, int4_unpack, int8_fallback_gemm, int8_gemm, int8_quantize
@@ -104,8 +104,9 @@ def kept_input(x: Quantized, kept: Kept, seed: torch.Tensor | None) -> list[torc
         return [x.qt, x.scale_t, None]
     if seed is None:
         return [None] * 3
-    packed = int4_pack(x, seed)
-    return [packed.packed, packed.scale, packed.steps]
+    assert x.q is not None
+    packed, steps = int4_pack(x.q, seed)
+    return [packed, x.scale, steps]
 
 
 def restored_input(
@@ -115,13 +116,14 @@ def restored_input(
 
     Args:
         weight: codes of Wᵀ, which has as many rows as the input columns, in the same blocks.
-        seed: the same key.
+        seed: a key that nothing else is unpacked with; it need not be that of packing, as
+            torch.compile may draw keys anew in backward.
     """
     codes, scale, steps = kept
     if codes is None or scale is None or steps is None:
         return Quantized(codes, scale, block=weight.block)
     assert weight.q is not None
-    return int4_unpack(Packed(codes, steps, scale, len(weight.q), weight.block), seed).t
+    return int4_unpack(codes, steps, scale, seed, n=len(weight.q), block=weight.block)
 
 
 # What sees the operands of every product with a layer's weight, or with its transpose: an input or

@@ -11,7 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Problem
-from jetfire.core.tensors import Packed, Quantized, Spec, Specs, Tensors, ceil_div
+from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
@@ -93,12 +93,18 @@ _hadamard_pack = Operator("hadamard_pack(Tensor q, Tensor seed) -> (Tensor, Tens
 
 
 @checked
-def int4_pack(x: Quantized, seed: Tensor) -> Packed:
-    """Return INT8 codes as packed 4-bit ones, 0.53 bytes per element; in the mean they are equal.
+def int4_pack(q: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the INT8 codes of a matrix (m×n) as packed 4-bit ones, and a step for 32 of a row.
+
+    What `int4_unpack` makes of them, and of the matrix's own scales, is that matrix in the mean.
 
     Args:
+        q: int8, in [-127, 127].
         seed: int64, one element, of the stochastic rounding.
+
+    Returns:
+        packed, int8 m×16·⌈n/32⌉, and steps, int8 m×⌈n/32⌉: 0.53 bytes per code.
     """
-    q, scale = expect.quantized("x", x)
+    expect.matrix("q", q, ("int8",))
     packed, steps = _hadamard_pack(q, expect.seed_on(seed, q))
-    return Packed(packed, steps, scale, q.shape[1], x.block)
+    return packed, steps

@@ -12,7 +12,6 @@ from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Problem
 from jetfire.core.tensors import (
-    Packed,
     Quantized,
     Spec,
     Specs,
@@ -100,20 +99,24 @@ _hadamard_unpack = Operator(
 
 
 @checked
-def int4_unpack(x: Packed, seed: Tensor) -> Quantized:
-    """Return the codes and scales of the transpose of what was packed, in the same blocks.
+def int4_unpack(
+    packed: Tensor, steps: Tensor, scale: Tensor, seed: Tensor, *, n: int, block: Block = 32
+) -> Quantized:
+    """Return the codes of the transpose (n×m) of a matrix whose codes `int4_pack` was given.
 
     Args:
-        seed: int64, one element, of the stochastic rounding.
+        scale: of the codes that were packed, fp32 ⌈m/block⌉×⌈n/block⌉.
+        seed: int64, one element, of the stochastic rounding; any, also that of packing.
+        n: the matrix's columns.
+        block: of its codes, and of those that are returned.
     """
-    expect.choice("block", x.block, Block)
-    expect.matrix("packed", x.packed, ("int8",))
-    m = len(x.packed)
-    specs = packed_specs(m, x.n) | {"scale": Spec("fp32", blocks_of(m, x.n, x.block))}
-    packed, steps, scale = (
-        expect.exactly(name, tensor, expect.named(dtype_of(spec.dtype)), spec.shape, x.packed)
-        for (name, spec), tensor in zip(specs.items(), x[:3], strict=True)
+    expect.matrix("packed", packed, ("int8",))
+    expect.choice("block", block, Block)
+    m = len(packed)
+    specs = packed_specs(m, n) | {"scale": Spec("fp32", blocks_of(m, n, block))}
+    given = (
+        expect.exactly(name, tensor, expect.named(dtype_of(spec.dtype)), spec.shape, packed)
+        for (name, spec), tensor in zip(specs.items(), (packed, steps, scale), strict=True)
     )
-    seed = expect.seed_on(seed, packed)
-    codes = _hadamard_unpack(packed, steps, scale, seed, x.n, x.block)
-    return Quantized.of(codes, "qt", x.block)
+    codes = _hadamard_unpack(*given, expect.seed_on(seed, packed), n, block)
+    return Quantized.of(codes, "q", block)

@@ -11,7 +11,7 @@ from jetfire.measure.runner import Runner
 NEAR = [
     (["bench", "gmem"], "no op 'gmem' (did you mean gemm?): expected one of adamw, "),
     (["bench", "GEMM"], "no op 'GEMM' (did you mean gemm?)"),
-    (["bench", "hadamard"], "no op 'hadamard' (did you mean hadamard_gemm?)"),
+    (["bench", "hadamard"], "no op 'hadamard' (did you mean hadamard_pack?)"),
     (["bench", "gemm", "--kernel", "wgma"], "no kernel 'wgma' (did you mean wgmma?)"),
     (["bench", "gemm", "--peer", "cublas_fp61"], "(did you mean cublas_fp16?)"),
     (["bench", "gemm", "--workload", "gpt2-350"], "'gpt2-350' (did you mean gpt2-350m?)"),

@@ -9,9 +9,8 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
-from jetfire.core.tensors import Quantized
 from jetfire.kernels_triton.tiles import TileConfig
-from jetfire.ops import int4_pack, int8_quantize
+from jetfire.ops import int4_pack
 from jetfire.reference import hadamard_pack as reference
 from jetfire.reference.hadamard import matrix
 from jetfire.reference.hadamard_pack import hadamard_pack
@@ -76,10 +75,8 @@ def test_the_mean_is_what_was_packed(device):
     q[1] = 40 + q[1] // 8  # with a mean
     q[2, ::7] = 127  # with outliers
     draws = 2000
-    x = Quantized(q.repeat(draws, 1), torch.ones((250, 3), device=device), block=32)
-    packed = int4_pack(x, torch.tensor([5], device=device))
-    found = restored(packed.packed, packed.steps).unflatten(0, (draws, 4))
-    error = found - q.double()
+    packed, steps = int4_pack(q.repeat(draws, 1), torch.tensor([5], device=device))
+    error = restored(packed, steps).unflatten(0, (draws, 4)) - q.double()
     deviation = error.std(0)
     assert float(deviation.max()) > 1
     assert bool((error.mean(0).abs() < 5 * deviation / math.sqrt(draws) + 1e-3).all())
@@ -103,15 +100,14 @@ def test_a_mean_costs_no_more_than_none(monkeypatch):
 
 
 def test_bytes_per_element(device):
-    x = int8_quantize(torch.randn((256, 512), device=device), block=128)
-    packed = int4_pack(x, torch.tensor([1], device=device))
-    size = sum(t.nbytes for t in packed[:3])
-    assert size == 256 * 512 * (1 / 2 + 1 / 32) + 4 * 8
+    q = torch.zeros((256, 512), dtype=torch.int8, device=device)
+    size = sum(t.nbytes for t in int4_pack(q, torch.tensor([1], device=device)))
+    assert size == 256 * 512 * (1 / 2 + 1 / 32)
 
 
 def test_bad_inputs(device):
-    x = int8_quantize(torch.zeros((4, 8), device=device))
+    seed = torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(UsageError, match="q is float32: expected int8"):
+        int4_pack(torch.zeros((4, 8), device=device), seed)
     with pytest.raises(UsageError, match="seed: expected an int64 tensor of one element"):
-        int4_pack(x, torch.zeros(1, device=device))
-    with pytest.raises(UsageError, match="x lacks q or scale"):
-        int4_pack(x.t, torch.zeros(1, dtype=torch.int64, device=device))
+        int4_pack(torch.zeros((4, 8), dtype=torch.int8, device=device), seed.float())

@@ -63,25 +63,24 @@ def test_the_mean_is_what_was_packed(device, n):
     torch.manual_seed(0)
     x = int8_quantize(torch.randn((64, n), device=device).exp(), block=32)
     seeds = torch.arange(800, device=device)
-    found = torch.stack(
-        [
-            int8_dequantize(int4_unpack(int4_pack(x, a), b).t, out="fp32")
-            for a, b in seeds.view(-1, 2, 1)
-        ]
-    )
-    error = (found - int8_dequantize(x, out="fp32").t()).double()
+    found = []
+    for a, b in seeds.view(-1, 2, 1):
+        xt = int4_unpack(*int4_pack(x.q, a), x.scale, b, n=n, block=32)
+        found.append(int8_dequantize(xt, out="fp32"))
+    error = (torch.stack(found) - int8_dequantize(x, out="fp32").t()).double()
     deviation = error.std(0)
     assert bool((error.mean(0).abs() < 5.5 * deviation / math.sqrt(len(found))).all())
 
 
 def test_bad_inputs(device):
     seed = torch.zeros(1, dtype=torch.int64, device=device)
-    packed = int4_pack(int8_quantize(torch.zeros((4, 8), device=device)), seed)
+    x = int8_quantize(torch.zeros((4, 8), device=device))
+    packed, steps = int4_pack(x.q, seed)
     with pytest.raises(UsageError, match=r"steps is float32 \(4, 1\): expected int8 \(4, 1\)"):
-        int4_unpack(packed._replace(steps=packed.steps.float()), seed)
+        int4_unpack(packed, steps.float(), x.scale, seed, n=8)
     with pytest.raises(UsageError, match=r"packed is int8 \(4, 16\): expected int8 \(4, 32\)"):
-        int4_unpack(packed._replace(n=40), seed)
+        int4_unpack(packed, steps, x.scale, seed, n=40)
     with pytest.raises(UsageError, match="block=16: expected 32 or 64 or 128"):
-        int4_unpack(packed._replace(block=16), seed)
+        int4_unpack(packed, steps, x.scale, seed, n=8, block=16)
     with pytest.raises(UsageError, match="seed: expected an int64 tensor"):
-        int4_unpack(packed, seed.float())
+        int4_unpack(packed, steps, x.scale, seed.float(), n=8)

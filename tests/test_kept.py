@@ -103,6 +103,22 @@ def test_evaluation_packs_nothing(device, monkeypatch):
         Int8Linear(64, 32, device=device, kept=4)(torch.randn((8, 64), device=device))
 
 
+def test_compiles(device):
+    """By another key in backward, which a compiler draws anew: other roundings, as fine ones."""
+    torch.manual_seed(0)
+    layer = Int8Linear(64, 32, device=device, kept=4)
+    x = torch.randn((512, 64), device=device, requires_grad=True)
+    torch._dynamo.reset()
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for call in (layer, fast):
+        y = call(x)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+    assert torch.equal(found[0][0], found[1][0])
+    for ours, theirs, noise in zip(*found, (0, 0.02, 0.3, 0.02), strict=True):
+        assert float((ours - theirs).norm()) <= noise * float(theirs.norm())
+
+
 def test_convert_by_layer(device):
     """What `keep` leaves a second recipe takes."""
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(device)

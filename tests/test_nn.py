@@ -996,9 +996,8 @@ def compiled(module):
     return torch.compile(module, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("kept", [8, 4])
-def test_linear_compiles(device, kept):
-    linear = Int8Linear(40, 24, device=device, kept=kept)
+def test_linear_compiles(device):
+    linear = Int8Linear(40, 24, device=device)
     x = torch.randn(8, 40, device=device, requires_grad=True)
     fast = compiled(linear)
     found = {}
