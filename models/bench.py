@@ -46,7 +46,7 @@ class ModelBench(TrainingBench):
         return compared(
             ours,
             theirs,
-            cases.recipe_of(name).int4 is not None,
+            cases.recipe_of(name).noisy,
             attention=("",),
             loss_tolerance=OWN_LOSS_TOLERANCE if case.source.own else LOSS_TOLERANCE,
         )

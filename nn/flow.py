@@ -231,8 +231,7 @@ class _Enter(torch.autograd.Function):
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
         ht = restored_input(h, wt, seeds[0:1])
         of_product = _gradients([g], ht, ctx.weights, wanted, setting)
-        del ht
-        del g
+        del g, ht
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(
             s, dh, norm_weight, mean, rstd, dx, seeds, 2, layout, setting

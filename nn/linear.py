@@ -201,7 +201,8 @@ def _apply(
     saved, dtype = (seed, codes.qt, codes.scale_t), FLOATS[weight.dtype]
     if fallback is None:
         constants = codes.block, kept, learns, transposed, dtype
-        y = _linear(leaves, (x, *factors, seed), saved, constants)
+        packing = seed if kept == 4 else None
+        y = _linear(leaves, (x, *factors, packing), saved, constants)
     else:
         a, r = fallback(x.detach(), codes.block, "both" if learns else "q")
         y = _fallback_linear(

@@ -118,6 +118,11 @@ class Recipe:
         """Whether layers are torch's own, with products in BF16 under autocast."""
         return self.block is None and self.int4 is None
 
+    @property
+    def noisy(self) -> bool:
+        """Whether gradients are of 4-bit codes: right on average, not each time."""
+        return self.int4 is not None or self.kept == 4
+
 
 RECIPES = {
     recipe.name: recipe

@@ -232,7 +232,7 @@ class TrainingBench:
 
     def _compared(self, case: Any, name: str, ours: Tensors, theirs: Tensors) -> Deviation:
         """Compare a recipe's first call with BF16 eager's."""
-        return compared(ours, theirs, RECIPES[name].int4 is not None)
+        return compared(ours, theirs, RECIPES[name].noisy)
 
     def _peers_of(self, case: Any) -> list[str]:
         """Return the peers that a case has: a block has no loss."""
