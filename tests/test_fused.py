@@ -35,6 +35,11 @@ def linear(bias=True, dtype=torch.float32):
     return Int8Linear(40, 24, bias=bias, dtype=dtype)
 
 
+def packing(bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    return Int8Linear(40, 24, bias=bias, dtype=dtype, kept=4)
+
+
 def conv(bias=True, dtype=torch.float32):
     torch.manual_seed(0)
     weight, bias = torch.randn(40, 24, dtype=dtype), torch.randn(24, dtype=dtype)
@@ -72,7 +77,7 @@ def frozen(bias=True, dtype=torch.float32):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [linear, conv, frozen])
+@pytest.mark.parametrize("make", [linear, packing, conv, frozen])
 def test_cpp_gives_the_bits_of_python(in_cpp, monkeypatch, make, dtype, autocast):
     x = torch.randn(2, 5, 40, dtype=dtype, requires_grad=True)
     found = compared(make(dtype=dtype), x, monkeypatch, autocast=autocast)
@@ -176,7 +181,7 @@ def test_gradients_are_freed(in_cpp):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [linear, conv])
+@pytest.mark.parametrize("make", [linear, packing, conv])
 def test_replayed_on_a_gpu_with_the_bits_of_python(monkeypatch, make):
     monkeypatch.delenv("JETFIRE_REPLAY", raising=False)
     replay.extension.cache_clear()
@@ -216,7 +221,7 @@ def test_a_converted_layer_takes_little_more_of_the_host_than_torchs(monkeypatch
     assert ours_s <= 1.3 * theirs_s
 
 
-@pytest.mark.parametrize("make", [linear, conv, frozen])
+@pytest.mark.parametrize("make", [linear, packing, conv, frozen])
 def test_both_halves_are_operators_that_torch_can_trace(in_cpp, monkeypatch, make):
     """Their schemas tell no lies, and their results are told without memory."""
     called = []
