@@ -212,10 +212,11 @@ def test_what_else_reads_a_gathered_weight_finds_its_numbers():
     assert torch.equal(average, numbers / 2)
 
 
-def test_layers_multiply_by_gathered_codes():
+@pytest.mark.parametrize("kept", [8, 4])
+def test_layers_multiply_by_gathered_codes(kept):
     """Compiled or not, as by those of the whole weight, and with its gradient."""
     torch.manual_seed(0)
-    layer, x = Int8Linear(64, 128), torch.randn((40, 64))
+    layer, x = Int8Linear(64, 128, kept=kept), torch.randn((40, 64))
     other = copy.deepcopy(layer)
     other.weight = nn.Parameter(gathered(layer.weight.detach())[2])
     outputs, gradients = [], []
