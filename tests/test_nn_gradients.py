@@ -610,7 +610,6 @@ def test_two_blocks(device, block, flow):
         (32, 32, (64, 2, 1, 96), {"bias": True}),
         (128, 32, (256, 2, 1, 128), {"window": 5}),
         (32, 128, (64, 2, 2, 128), {}),
-        (32, 32, (64, 2, 1, 96), {"kept": 4}),
     ],
 )
 def test_llama_block(device, block, flow, sizes, options):
