@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from jetfire.bench.history import Change, KernelTimes
 
+TICK = 16  # characters of a run's name at an axis
 MOST = 500  # series that a page holds: of 200 runs each they are 20 MB
 
 
@@ -125,11 +126,17 @@ def figure(series: KernelTimes, changes: Sequence[Change]) -> go.Figure:
         colour = BEST if change.rise < 1 else COLOURS["wrong"]
         level = {"x": [change.at - 0.5, change.at - 0.5, end - 0.5], "mode": "lines"}
         ys = [change.before, change.after, change.after]
-        line = go.Scatter(y=ys, name=escaped(_said(change)), line={"color": colour}, **level)
+        name = escaped(f"{change.verdict} since {_tick(change.first.name)}")
+        line = go.Scatter(y=ys, name=name, line={"color": colour}, **level)
         made.add_trace(line)
     stride = max(1, len(points) // 12)
     ticks = range(0, len(points), stride)
-    names = [escaped(points[i].run.name) for i in ticks]
-    made.update_xaxes(title="run", tickvals=list(ticks), ticktext=names)
+    names = [escaped(_tick(points[i].run.name)) for i in ticks]
+    made.update_xaxes(tickvals=list(ticks), ticktext=names, tickangle=-90)
     made.update_yaxes(title="time per call (ms)", rangemode="tozero")
     return made
+
+
+def _tick(name: str) -> str:
+    """Return a run's name, of a long one the end, in which names differ."""
+    return name if len(name) <= TICK else f"…{name[1 - TICK :]}"

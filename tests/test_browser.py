@@ -23,9 +23,16 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 import jetfire
+from jetfire.cli import execute
 from jetfire.gpt2.training import curves, log
 from jetfire.report import plot, tuned, tuning
-from jetfire.tests import test_report, test_training_report, test_tuned_report, test_tuner_report
+from jetfire.tests import (
+    test_history,
+    test_report,
+    test_training_report,
+    test_tuned_report,
+    test_tuner_report,
+)
 from jetfire.tuner.digest import Digest
 
 ROOT = Path(jetfire.__file__).parent
@@ -106,6 +113,13 @@ def place(browser, tmp_path_factory):
     search, both = searches()
     write(folder / "one.html", search)
     write(folder / "several.html", search, both, wide(), test_tuner_report.study_of([]))
+    (folder / "history").mkdir()
+    for i, ms in enumerate((1.0, 1.01, 1.0, 0.99, 1.3, 1.31, 1.29, 1.3)):
+        rows = [test_history.row(ms), test_history.row(1.0, "other")]
+        file = folder / "history" / f"a-rather-long-name-of-a-file-{i}.json"
+        test_history.save(file, rows, time=f"2026-01-0{i + 1}T00:00:00+00:00")
+    words = [str(folder / "history"), "--report", str(folder / "history.html")]
+    assert execute("history", words) == 0
     runs = [watched(folder, name, i) for i, name in enumerate(NAMES)]
     curves.plot(runs, folder / "runs.html")
     curves.plot(runs, folder / "runs.svg")
@@ -166,7 +180,7 @@ def watched(folder, name, number):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["one", "several", "runs"])
+@pytest.mark.parametrize("name", ["one", "several", "runs", "history"])
 def test_a_page_is_whole_and_can_be_read(browser, place, name, width):
     browser.scheme("dark")
     browser.open(place / f"{name}.html", width)
