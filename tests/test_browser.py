@@ -39,7 +39,7 @@ ROOT = Path(jetfire.__file__).parent
 LIBRARY = (Path(__file__).parent / "data" / "browser.js").read_text()
 WIDTHS = (830, 500)
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
-    --disable-background-networking --disable-component-update"""
+    --disable-background-networking --disable-component-update --disable-dev-shm-usage"""
 # Names of runs: no rule of matplotlib's, TeX's or HTML's is for them.
 NAMES = ("_first", r"$\second$ <b>" + " with a long name" * 6)
 
@@ -58,7 +58,7 @@ class Browser(Chrome):
         return self.execute_script(f"{LIBRARY}\nreturn {expression};")
 
     def wait(self, expression):
-        WebDriverWait(self, 20, 0.05).until(lambda _: self.ask(expression))
+        WebDriverWait(self, 120, 0.05).until(lambda _: self.ask(expression))
 
     def scheme(self, name):
         feature = {"name": "prefers-color-scheme", "value": name}
