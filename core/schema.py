@@ -161,13 +161,7 @@ def load(path: Path, kind: type[T], most: int = 16 * MIB, version: int | None = 
         Unreadable: it cannot be read, is of another version, or holds no such value; the message
             says at which place, and what is accepted there.
     """
-    content = files.read(path, most)
-    if version is not None:
-        found = decode(content, _Versioned, path).get("schema")
-        if type(found) is not int or found != version:
-            reason = f"schema {str(found)[:20]!r}: this version reads schema {version}"
-            raise Unreadable(path, reason)
-    return decode(content, kind, path)
+    return decode(files.read(path, most), kind, path, version)
 
 
 def load_toml(path: Path, kind: type[T], most: int) -> T:
@@ -182,15 +176,21 @@ def load_toml(path: Path, kind: type[T], most: int) -> T:
         raise Unreadable(path, f"no TOML: {_printable(str(error))}") from None
 
 
-def decode(content: bytes, kind: type[T], path: Path) -> T:
+def decode(content: bytes, kind: type[T], path: Path, version: int | None = None) -> T:
     """Return the value that JSON text holds.
 
     Args:
         path: the file that it came from.
+        version: as of `load`.
 
     Raises:
-        Unreadable: it holds no such value.
+        Unreadable: it is of another version, or holds no such value.
     """
+    if version is not None:
+        found = decode(content, _Versioned, path).get("schema")
+        if type(found) is not int or found != version:
+            reason = f"schema {str(found)[:20]!r}: this version reads schema {version}"
+            raise Unreadable(path, reason)
     try:
         return _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:

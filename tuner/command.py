@@ -166,22 +166,29 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
         made.save(asked.record)
 
 
-def replay(file: Path, strategy: str, trials: int | None, seed: int) -> str:
+def replay(
+    file: Path, strategy: str, trials: int | None, seed: int, record: Path | None = None
+) -> str:
     """What a strategy finds on a recorded space, in one line; no device is needed.
 
     Args:
+        file: a recording, or another tuner's table.
         trials: by default 15% of the space, and no more than a full search has.
+        record: where the recording is written too, in that name's format.
 
     Raises:
-        UsageError: the file is no recording, or there is no such strategy.
+        UsageError: the file is no recording, there is no such strategy, or `record` cannot be
+            written.
     """
     recording = Recording.load(file)
+    if record is not None:
+        recording.save(record)
     legal = len(recording.space().pool)
     usual = min(math.ceil(0.15 * legal), EFFORTS["full"].trials)
     found = replayed(recording, strategy, trials or usual, seed)
     best = recording.optimum_ms
     return (
-        f"{recording.kernel.op}/{recording.kernel.name} {recording.problem}: {strategy} found "
+        f"{recording.title}: {strategy} found "
         f"{significant(found.ms, 5)} ms after {found.trials} of {legal} configs, the optimum is "
         f"{significant(best, 5)} ms ({found.ms / best - 1:.1%} more)"
     )

@@ -8,19 +8,22 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any
 
 import optuna
 from pydantic import FailFast, Field
 
-from jetfire.core import registry, schema
+from jetfire.core import files, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Unreadable, write
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
 from jetfire.measure.timer import Timing
+from jetfire.tuner import caches
+from jetfire.tuner.caches import Table
 from jetfire.tuner.search import Final, Limits, decide, search
 from jetfire.tuner.space import WHOLE, Space
 from jetfire.tuner.strategies import strategy_of
@@ -28,6 +31,7 @@ from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import OUTCOMES, ROUNDS, Comparison, Measurement, Outcome
 
 SCHEMA = 1
+T4 = ".t4.json"
 Values = Annotated[Scalars, Field(min_length=1, max_length=1000)]
 
 
@@ -61,16 +65,35 @@ class Recording:
         )
 
     @property
+    def title(self) -> str:
+        """Return the kernel's name, after its op's, and the problem."""
+        return f"{self.kernel.op}/{self.kernel.name} {self.problem}".rstrip()
+
+    @property
     def optimum_ms(self) -> float:
         """The least time of all."""
         return min(m.ms for m in self.trials.values() if m.outcome == "ok" and m.ms is not None)
 
     def save(self, file: Path) -> None:
-        """Write it, gzipped where the name ends in .gz.
+        """Write it, gzipped where the name ends in .gz, and as T4 where .t4.json is before that.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: it cannot be written, or is of another's kernel and not to be T4.
         """
+        content = self._t4() if file.name.removesuffix(".gz").endswith(T4) else self._own(file)
+        text = json.dumps(content, separators=(",", ":"))
+        packed = file.suffix == ".gz"
+        write(file, gzip.compress(text.encode(), mtime=0) if packed else text)
+
+    def _t4(self) -> dict[str, Any]:
+        kernel = f"{self.kernel.op}/{self.kernel.name}"
+        about = {"kernel": kernel, "problem": self.problem.as_dict(), "device": dict(self.device)}
+        return caches.t4(about, self.trials)
+
+    def _own(self, file: Path) -> dict[str, Any]:
+        if isinstance(self.kernel, _Foreign):
+            reason = f"{self.title}: no kernel of ours: expected a file named {T4} or {T4}.gz"
+            raise UsageError(f"--record {file}: {reason}")
         space = self.space()
         trials = []
         for config, m in self.trials.items():
@@ -78,7 +101,7 @@ class Recording:
             assert point is not None
             ms = [None if v is None else float(f"{v:.5g}") for v in (m.ms, m.ms_p20, m.ms_p80)]
             trials.append([*point, OUTCOMES.index(m.outcome), *ms, m.joules, round(m.seconds, 3)])
-        content = {
+        return {
             "schema": SCHEMA,
             "op": self.kernel.op,
             "kernel": self.kernel.name,
@@ -89,19 +112,19 @@ class Recording:
             "outcomes": OUTCOMES,
             "trials": trials,
         }
-        text = json.dumps(content, separators=(",", ":"))
-        packed = file.suffix == ".gz"
-        write(file, gzip.compress(text.encode(), mtime=0) if packed else text)
 
     @classmethod
     def load(cls, file: Path) -> Recording:
-        """Read one.
+        """Read one, or a table of another tuner that `caches.read` knows.
 
         Raises:
-            UsageError: it cannot be read, or is no recording.
+            UsageError: it cannot be read, or is neither.
         """
         try:
-            return _parsed(schema.load(file, _File, version=SCHEMA), file)
+            content = files.read(file, caches.MOST)
+            if (table := caches.read(content, file)) is not None:
+                return _of_another(table, file)
+            return _parsed(schema.decode(content, _File, file, SCHEMA), file)
         except Unreadable as error:
             raise UsageError(f"recording {error}") from None
         except UsageError as error:
@@ -178,10 +201,65 @@ def _parsed(content: _File, file: Path) -> Recording:
             trial.joules,
             seconds=trial.seconds,
         )
-    if not any(m.outcome == "ok" and m.ms is not None for m in trials.values()):
-        raise UsageError("none of its configs was timed")
+    _check_timed(trials)
     problem = op.Problem.parse(content.problem)
     return Recording(kernel, problem, content.device, fields, base, trials)
+
+
+class _Foreign(Kernel):
+    """A kernel of which only times are known."""
+
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
+        return None
+
+    def default(self, problem: Any, device: Device) -> Any:
+        return self.Config()
+
+    def launch(self, problem: Any, config: Any, inputs: Any, outputs: Any) -> None:
+        raise UsageError(f"{self.name} is known by its times alone: it cannot be run")
+
+    def source_hash(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class _ForeignProblem:
+    sizes: str
+
+    def __str__(self) -> str:
+        return self.sizes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"sizes": self.sizes}
+
+
+def _of_another(table: Table, file: Path) -> Recording:
+    """Return a table as a recording without a default: no search begins with a known config.
+
+    Raises:
+        Unreadable: a parameter's name can be no field's.
+        UsageError: none of its configs was timed.
+    """
+    names = list(table.rows[0][0])
+    if wrong := [name for name in names if iskeyword(name) or hasattr(Config, name)]:
+        raise Unreadable(file, f"parameter {wrong[0]}: expected another name")
+    own = [(name, Any, dataclasses.field(default=None)) for name in names]
+    kind = dataclasses.make_dataclass("ForeignConfig", own, bases=(Config,), frozen=True)
+    about = {"op": table.format, "name": table.kernel, "Config": kind}
+    kernel: Kernel = type("Foreign", (_Foreign,), about)()
+    trials = {kind(**config): measurement for config, measurement in table.rows}
+    values = {name: list(dict.fromkeys(c[name] for c, _ in table.rows)) for name in names}
+    fields = {  # numbers by size: a search takes neighbours for alike
+        name: sorted(v) if all(isinstance(x, int | float) for x in v) else v
+        for name, v in values.items()
+    }
+    _check_timed(trials)
+    return Recording(kernel, _ForeignProblem(table.problem), table.device, fields, kind(), trials)
+
+
+def _check_timed(trials: Mapping[Config, Measurement]) -> None:
+    if not any(m.outcome == "ok" and m.ms is not None for m in trials.values()):
+        raise UsageError("none of its configs was timed")
 
 
 class ReplayRunner:

@@ -74,11 +74,20 @@ def run(
         o.File, o.option("--report", "FILE.html", "Write the searches as a page.")
     ] = None,
     record: Annotated[
-        o.File, o.option("--record", "FILE.json.gz", "Keep the trials for --replay.")
+        o.File,
+        o.option(
+            "--record",
+            "FILE.json.gz",
+            "Keep the trials, or those of --replay, for --replay; as T4 in FILE.t4.json.gz.",
+        ),
     ] = None,
     replay: Annotated[
         o.File,
-        o.option("--replay", "FILE.json.gz", "Search recorded trials; no device, no profile."),
+        o.option(
+            "--replay",
+            "FILE.json.gz",
+            "Search recorded trials, Kernel Tuner's cache or T4; no device, no profile.",
+        ),
     ] = None,
     data: o.Data = "normal",
     device: o.Device = "auto",
@@ -116,7 +125,7 @@ def run(
             raise UsageError(f"--replay {replay}: it says itself of which op it is: leave out OP")
         from jetfire.tuner import command
 
-        found = command.replay(replay, strategy, trials, seed)
+        found = command.replay(replay, strategy, trials, seed, record)
         terminal.result({"replay": found}, lambda: print(found))
         return
     if shipped or unseen:
