@@ -53,6 +53,7 @@ from jetfire.tuner.search import (
     Limits,
     SearchTarget,
     beats,
+    best_for_all,
     decide,
     search,
 )
@@ -961,6 +962,26 @@ def test_the_objective_decides(objective, winner):
     assert final.as_dict()["joules"] == pytest.approx(watts[winner] * final.timing.ms / 1e3)
 
 
+# One config for several problems.
+
+TWO_PROBLEMS = [{A: 1.0, B: 1.3, C: 1.2}, {A: 2.0, B: 1.0, C: 1.25}]
+
+
+@pytest.mark.parametrize(
+    ("how", "best", "ratios"), [("mean", "B", [1.3, 1.0]), ("worst", "C", [1.2, 1.25])]
+)
+def test_one_config_for_all(how, best, ratios):
+    assert best_for_all(TWO_PROBLEMS, how) == ({"B": B, "C": C}[best], ratios)
+
+
+def test_one_config_for_all_is_right_for_all():
+    first, second = ({**times} for times in TWO_PROBLEMS)
+    del first[B]
+    assert best_for_all([first, second], "mean") == (C, [1.2, 1.25])
+    with pytest.raises(WrongResultError, match="no config is right for all 2 problems"):
+        best_for_all([{A: 1.0}, {B: 1.0}], "mean")
+
+
 # Recordings.
 
 
@@ -1354,6 +1375,25 @@ def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
     assert len({tuple(t.params.items()) for t in study.get_trials()}) == 5
     assert study.user_attrs["final"]["config"] in [entry["config"], default.as_dict()]
     assert study.user_attrs["strategy"] == "tpe"
+
+
+def test_all_problems_get_one_config(interpreted, tmp_path):
+    """Also those that have a profile of their own."""
+    every = ("transpose", "--m", "32,64", "--block", "32", "--device", "cpu", "--peer", "none")
+    search = (*every, "--trials", 2, "--seed", 1)
+    code, _, errors = interpreted(*search)
+    assert code == 0, errors[-3:]
+    code, out, errors = interpreted(*search, "--for-all", "worst")
+    assert code == 0, errors[-3:]
+    found = entries(tmp_path)
+    assert sorted(entry["problem"]["m"] for entry in found) == [32, 64]
+    assert len({json.dumps(entry["config"]) for entry in found}) == 1
+    assert out.count("written") == 2
+    said = [line for line in errors if "one config for 2 problems" in line]
+    assert said[0].startswith("jetfire: transpose/triton: one config for 2 problems: ")
+    assert len(said) == 1
+    # Nothing is searched again, and there is nothing to decide on one problem alone.
+    assert not any("trial " in line for line in errors)
 
 
 def test_a_small_space_is_searched_whole(interpreted, tmp_path):

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jetfire.core import device as devices
-from jetfire.core.errors import unknown
+from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import check_output
 from jetfire.measure.plan import Case, check_data, check_peers
 from jetfire.report.page import check_page
 from jetfire.tuner.trial import OBJECTIVES
 
+FOR_ALL = ("mean", "worst")
 STRATEGIES = ("tpe", "gp", "random", "exhaustive")
 
 
@@ -41,6 +42,7 @@ class TuneOptions:
 
     Attributes:
         keep: the studies, and in the user's profiles the winners.
+        for_all: one config for all problems of a kernel, by one of `FOR_ALL`.
         unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
         output: where what they show is written.
     """
@@ -63,6 +65,7 @@ class TuneOptions:
     record: Path | None = None
     missing: bool = False
     shard: tuple[int, int] = (0, 1)
+    for_all: str | None = None
     keep: bool = True
     unseen: int = 0
     output: Path | None = None
@@ -82,9 +85,12 @@ def check(asked: TuneOptions) -> None:
         ("--effort", asked.effort, EFFORTS),
         ("--strategy", asked.strategy, STRATEGIES),
         ("--objective", asked.objective, OBJECTIVES),
+        ("--for-all", asked.for_all or "mean", FOR_ALL),
     ):
         if name not in known:
             raise unknown(f"{option} {name}", name, known)
+    if asked.for_all and (asked.unseen or asked.missing or asked.shard != (0, 1)):
+        raise UsageError(f"--for-all {asked.for_all}: expected no --unseen, --missing or --shard")
     check_page(asked.report)
     check_output("--record", asked.record, ".json", ".json.gz")
     check_output("-o", asked.output, ".json")

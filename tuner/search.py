@@ -18,6 +18,7 @@ from jetfire.core.kernel import Config, Kernel
 from jetfire.core.profiles import Found
 from jetfire.measure.plan import Case
 from jetfire.measure.timer import Timing
+from jetfire.report.text import mean
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
@@ -229,15 +230,8 @@ def decide(
     """
     incumbent = before if tuned else default
     configs = list(dict.fromkeys([incumbent, default, before, *finalists]))
-    known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
-    sound = {str(i): c for i, c in enumerate(configs) if str(i) not in known}
-    comparison = _compare(runner, sound, budget_s, rounds, known)
-    timings = {configs[int(label)]: timing for label, timing in comparison.configs.items()}
-    if not timings:
-        reason, _, rest = next(iter(comparison.failed.values())).strip().partition("\n")
-        error = WrongResultError(f"no config is right: {reason}")
-        error.details = rest  # a compiler's
-        raise error
+    compared = compare(runner, configs, budget_s, rounds, broken)
+    timings = compared.timings
     middles = {
         c: np.median(found) if len(found := costs(t, objective)) else math.inf
         for c, t in timings.items()
@@ -252,9 +246,76 @@ def decide(
         timings.get(default),
         timings.get(before),
         not better,
-        dict(comparison.peers),
-        {str(configs[int(label)].as_dict()): reason for label, reason in comparison.failed.items()},
+        compared.peers,
+        compared.failed,
     )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Configs compared: what `Final` has of each.
+
+    Attributes:
+        timings: config → its timing; those that failed are missing.
+        peers: name → timing.
+        failed: config's label → why.
+    """
+
+    timings: dict[Config, Timing]
+    peers: dict[str, Timing]
+    failed: dict[str, str]
+
+
+def compare(
+    runner: TrialRunner,
+    configs: Sequence[Config],
+    budget_s: float,
+    rounds: int,
+    broken: Mapping[Config, str] | None = None,
+) -> Compared:
+    """Check and time configs in turn, with the peers.
+
+    Args:
+        broken: configs that are known to fail, and why: they are not run again.
+
+    Raises:
+        WrongResultError: none is right.
+    """
+    known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
+    sound = {str(i): c for i, c in enumerate(configs) if str(i) not in known}
+    found = _compare(runner, sound, budget_s, rounds, known)
+    if not found.configs:
+        reason, _, rest = next(iter(found.failed.values())).strip().partition("\n")
+        error = WrongResultError(f"no config is right: {reason}")
+        error.details = rest  # a compiler's
+        raise error
+    return Compared(
+        {configs[int(label)]: timing for label, timing in found.configs.items()},
+        dict(found.peers),
+        {str(configs[int(label)].as_dict()): reason for label, reason in found.failed.items()},
+    )
+
+
+def best_for_all(times: Sequence[Mapping[Config, float]], how: str) -> tuple[Config, list[float]]:
+    """The one config that is best for several problems, and its ratio to each problem's best.
+
+    Args:
+        times: of each problem, config → what is to be small.
+        how: what of the ratios is to be least: their geometric `mean`, or the `worst` of them.
+
+    Raises:
+        WrongResultError: none is right for all of them.
+    """
+    ratios = {
+        config: [one[config] / min(one.values()) for one in times]
+        for config in times[0]
+        if all(config in one for one in times)
+    }
+    if not ratios:
+        raise WrongResultError(f"no config is right for all {len(times)} problems")
+    score: Callable[[list[float]], float] = max if how == "worst" else mean
+    best = min(ratios, key=lambda config: score(ratios[config]))
+    return best, ratios[best]
 
 
 def _compare(

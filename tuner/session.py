@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from optuna.storages import InMemoryStorage
 
 from jetfire.bench import command as bench_command
@@ -11,13 +12,25 @@ from jetfire.core import profiles
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable
+from jetfire.core.kernel import Config
 from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
 from jetfire.measure.nvml import Nvml
+from jetfire.report.text import mean
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
-from jetfire.tuner.search import Final, FinishedSearch, Limits, SearchTarget, decide, search
+from jetfire.tuner.search import (
+    Final,
+    FinishedSearch,
+    Limits,
+    SearchTarget,
+    best_for_all,
+    compare,
+    costs,
+    decide,
+    search,
+)
 from jetfire.tuner.space import Point
 from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, StorageError, Study
@@ -73,32 +86,38 @@ class Session:
     def run(self, work: Sequence[SearchTarget]) -> None:
         """Tune each target in turn while there is time; what fails is named."""
         try:
-            for i, target in enumerate(work):
-                left = len(work) - i
-                if self.runner.now() + self.final_s >= self.end:
-                    self.untried += left
-                    self.display.note(
-                        f"the budget is spent: {left} of {len(work)} searches are left; the same "
-                        "command goes on"
-                    )
-                    return
-                try:
-                    self.stopped = self._tune(target, left)
-                except JetfireError as error:
-                    if len(work) > 1:
-                        self.display.note(f"{target}: {error}")
-                    self.failed.append(error)
-                if self.stopped is not None:
-                    return
+            self._tune_each(work)
+            if self.asked.for_all and self.stopped is None:
+                self._finish_together(work)
         except KeyboardInterrupt as error:
             self.stopped = error
         finally:
             self.runner.close()
 
+    def _tune_each(self, work: Sequence[SearchTarget]) -> None:
+        for i, target in enumerate(work):
+            left = len(work) - i
+            if self.runner.now() + self.final_s >= self.end:
+                self.untried += left
+                self.display.note(
+                    f"the budget is spent: {left} of {len(work)} searches are left; the same "
+                    "command goes on"
+                )
+                return
+            try:
+                self.stopped = self._tune(target, left)
+            except JetfireError as error:
+                if len(work) > 1:
+                    self.display.note(f"{target}: {error}")
+                self.failed.append(error)
+            if self.stopped is not None:
+                return
+
     def _tune(self, target: SearchTarget, searches_left: int) -> BaseException | None:
         """Search one target with its share of the time left, decide, save.
 
-        Nothing is done where an earlier run has done it all.
+        Nothing is done where an earlier run has done it all. What is to be for all targets is
+        decided later (`_finish_together`).
 
         Returns:
             What cut the search short, once the best so far has been saved; None if nothing did.
@@ -106,7 +125,7 @@ class Session:
         found = profiles.find(target.kernel, target.case.problem, self.device)
         study = self._study(target, found)
         self.studies.append((target, study))
-        if self._done(study, is_current(found, self.objective)):
+        if not self.asked.for_all and self._done(study, is_current(found, self.objective)):
             return None
         if not self._started:  # it takes seconds: once something is sure to need the workers
             if self.asked.keep:
@@ -122,6 +141,8 @@ class Session:
             self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
             self.untried += 1
             return None
+        if self.asked.for_all:
+            return stopped
         if self.asked.keep:  # another tuner may have written a profile in the meantime
             profiles.forget()
             found = profiles.find(target.kernel, target.case.problem, self.device)
@@ -194,14 +215,17 @@ class Session:
         )
         return True
 
-    def _search(self, target: SearchTarget, study: Study, share: float) -> BaseException | None:
-        """Search for so many seconds; what stopped it before, if anything did."""
+    def _job(self, target: SearchTarget) -> Job:
         asked, case = self.asked, target.case
         energy = self.objective != "time"
-        self.display.begin(str(target), self.trials, share, study.finished())
-        self.runner.begin(
-            Job(case.op, target.kernel, case.problem, asked.seed, asked.data, energy, asked.peers)
+        return Job(
+            case.op, target.kernel, case.problem, asked.seed, asked.data, energy, asked.peers
         )
+
+    def _search(self, target: SearchTarget, study: Study, share: float) -> BaseException | None:
+        """Search for so many seconds; what stopped it before, if anything did."""
+        self.display.begin(str(target), self.trials, share, study.finished())
+        self.runner.begin(self._job(target))
         try:
             limits = Limits(self.trials, self.runner.now() + share)
             search(study, self.runner, limits, self.display.trial)
@@ -241,13 +265,77 @@ class Session:
                 ) from None
             raise
         self.final_s = self.runner.now() - begin
+        self._conclude(target, study, found, final)
+
+    def _conclude(self, target: SearchTarget, study: Study, found: Found, final: Final) -> None:
+        """Keep what was decided; the profile only where that is new."""
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
         saved = self.asked.keep and not (final.kept and is_current(found, self.objective))
         if saved:
             self._save(target, study, final)
         study.conclude(final.as_dict())
-        self.tuned.append(FinishedSearch(target, found, final, trials, saved))
+        self.tuned.append(FinishedSearch(target, found, final, study.finished(), saved))
+
+    def _finish_together(self, work: Sequence[SearchTarget]) -> None:
+        """Of each kernel, decide on one config for all its problems, and save it for each.
+
+        Every search's best few, its default and the config in use run on every problem.
+        """
+        if len(searched := {t: s for t, s in self.studies if s.finished()}) < len(work):
+            missing = len(work) - len(searched)
+            self.display.note(f"no config for all: {missing} of {len(work)} were not searched")
+            return
+        profiles.forget()  # another tuner may have written some in the meantime
+        for kernel in dict.fromkeys(target.kernel for target in work):
+            studies = {t: study for t, study in searched.items() if t.kernel is kernel}
+            found = {t: profiles.find(kernel, t.case.problem, self.device) for t in studies}
+            bases = [config for t in studies for config in (t.space.base, found[t].config)]
+            bests = [c for study in studies.values() for c in study.best(self.effort.finalists)]
+            configs = list(dict.fromkeys([*bases, *bests]))
+            try:
+                finals = self._decided_together(list(studies), found, configs)
+            except JetfireError as error:
+                self.display.note(f"{kernel.op}/{kernel.name}: {error}")
+                self.failed.append(error)
+                continue
+            for target, final in finals.items():
+                self._conclude(target, studies[target], found[target], final)
+
+    def _decided_together(
+        self,
+        targets: Sequence[SearchTarget],
+        found: Mapping[SearchTarget, Found],
+        configs: Sequence[Config],
+    ) -> dict[SearchTarget, Final]:
+        """Compare configs on every target, and take the one that is best for all."""
+        compared = {}
+        for target in targets:
+            self.runner.begin(self._job(target))
+            legal = [c for c in configs if target.space.reason(c) is None]
+            compared[target] = compare(self.runner, legal, self.effort.rounds_s, self.effort.rounds)
+        times = [
+            {c: float(np.median(costs(t, self.objective))) for c, t in one.timings.items()}
+            for one in compared.values()
+        ]
+        config, ratios = best_for_all(times, str(self.asked.for_all))
+        self.display.note(
+            f"{targets[0].kernel.op}/{targets[0].kernel.name}: one config for {len(targets)} "
+            f"problems: {mean(ratios) - 1:.1%} above each problem's best in the geometric mean, "
+            f"{max(ratios) - 1:.1%} at worst"
+        )
+        return {
+            target: Final(
+                config,
+                one.timings[config],
+                one.timings.get(target.space.base),
+                one.timings.get(found[target].config),
+                False,
+                one.peers,
+                one.failed,
+            )
+            for target, one in compared.items()
+        }
 
     def _hopeless(self, measurement: Measurement) -> bool:
         """Whether another run would change nothing; with more time it may."""

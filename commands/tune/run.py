@@ -54,6 +54,16 @@ def run(
     objective: Annotated[
         str, o.option("--objective", "NAME", "time, energy or both.", o.OBJECTIVES)
     ] = "time",
+    for_all: Annotated[
+        o.Text,
+        o.option(
+            "--for-all",
+            "mean|worst",
+            "One config for all problems of a kernel: the least geometric mean of its times over "
+            "each problem's best, or the least worst case.",
+            o.FOR_ALL,
+        ),
+    ] = None,
     space: Annotated[
         o.Texts, o.option("--space", "FIELD=V,...", "Search only these values of a config field.")
     ] = None,
