@@ -118,8 +118,8 @@ class Match:
         return {"pairs": pairs, "gone": gone, "new": new}
 
 
-def parse_share(text: str) -> float:
-    """Return the share of ``5%`` or ``0.05``.
+def parse_share(text: str, option: str = "--fail-on-regression") -> float:
+    """Return the share of ``5%`` or ``0.05``, which an option was given.
 
     Raises:
         UsageError: it is neither; a bare 5 might be meant as 5%, and would pass all up to 6×.
@@ -127,7 +127,7 @@ def parse_share(text: str) -> float:
     found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?(%?)", text)
     share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
     if not 0 <= share < (10 if found and found[2] else 1):
-        raise UsageError(f"--fail-on-regression {text}: expected a share such as 5% or 0.05")
+        raise UsageError(f"{option} {text}: expected a share such as 5% or 0.05")
     return share
 
 

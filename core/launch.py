@@ -168,6 +168,13 @@ def launch(kernel: Kernel, problem: Any, config: Any, inputs: Tensors, outputs: 
     kernel.launch(problem, config, inputs, outputs)
 
 
+def run(op: Op, kernel: Kernel, problem: Any, config: Any, inputs: Tensors) -> Tensors:
+    """Return the outputs of a launch, poisoned before."""
+    outputs = op.poison(problem, op.outputs(problem, inputs))
+    launch(kernel, problem, config, alias(inputs), alias(outputs))
+    return outputs
+
+
 def verify(
     op: Op,
     kernel: Kernel,
@@ -180,9 +187,8 @@ def verify(
 
     Inputs that the kernel changed make it wrong, and are put back for the next one.
     """
-    outputs = op.poison(problem, op.outputs(problem, inputs))
     before = {name: tensor.clone() for name, tensor in inputs.items()}
-    launch(kernel, problem, config, alias(inputs), alias(outputs))
+    outputs = run(op, kernel, problem, config, inputs)
     if message := changed(inputs, before):
         for name, was in before.items():
             inputs[name].copy_(was)

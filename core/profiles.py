@@ -30,7 +30,17 @@ from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import Missing, Unreadable, locked, write
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
-from jetfire.core.schema import LARGEST, Count, Fields, Line, Measured, Name, NotNegative, Ratios
+from jetfire.core.schema import (
+    LARGEST,
+    Count,
+    Digest,
+    Fields,
+    Line,
+    Measured,
+    Name,
+    NotNegative,
+    Ratios,
+)
 
 SCHEMA = 2
 SHIPPED = Path(__file__).parent.parent / "profiles"
@@ -78,6 +88,8 @@ class Entry:
             not move within a short run.
         vs_peer: by peer, its time over the kernel's.
         provenance: as `measure.provenance.of` makes it.
+        digest: the SHA-256 of the outputs in the tuner's final comparison, for its seed and data;
+            None in files from before there was one.
     """
 
     kernel: Name
@@ -94,6 +106,7 @@ class Entry:
     trials: Count
     strategy: Name
     provenance: Provenance
+    digest: Digest | None = None
 
     @property
     def gain(self) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -84,6 +84,21 @@ class Monitor(Protocol):
 
     def joules(self) -> float | None:
         """Return the energy used since some time in the past."""
+
+
+def noise(values: Sequence[float]) -> float:
+    """Return half the width of the median's 95% confidence interval, over the median.
+
+    The interval's ends are order statistics, whatever the distribution (Hoefler and Belli,
+    Scientific Benchmarking of Parallel Computing Systems, 2015, §3.1.3); with fewer than six values
+    there are none, and the noise is infinite.
+    """
+    count = len(values)
+    first = math.floor(0.5 * count - 0.98 * math.sqrt(count))
+    if first < 0 or count < 6:
+        return math.inf
+    ordered = sorted(values)
+    return (ordered[count - 1 - first] - ordered[first]) / 2 / float(np.median(ordered))
 
 
 def input_sets(bytes_per_call: int, l2_bytes: int) -> int:
@@ -228,16 +243,38 @@ class _Variant:
         return done
 
 
+@dataclass(frozen=True)
+class _Rounds:
+    """When to take no further samples.
+
+    Attributes:
+        most, least, budget_s, max_noise: `rounds`, `least_rounds` and the rest of `time_calls`.
+    """
+
+    most: int
+    least: int
+    budget_s: float
+    max_noise: float | None
+
+    def __call__(self, samples: Sequence[Sequence[float]]) -> Iterator[None]:
+        """Yield as often as each variant is to be sampled, whose samples so far these are."""
+        begin = time.perf_counter()
+        for i in range(self.most):
+            if i >= self.least and time.perf_counter() - begin > self.budget_s:
+                return
+            if self.max_noise is not None and all(noise(s) <= self.max_noise for s in samples):
+                return
+            yield
+
+
 def _time_cuda(
     variants: Mapping[str, Sequence[Call]],
-    rounds: int,
+    until: _Rounds,
     sample_ms: float,
-    budget_s: float,
     monitor: Monitor | None,
     power_ms: float,
     capture: bool,
     warm_ms: float,
-    least_rounds: int,
     untimed: int,
     timed: Callable[[str, Call], object],
 ) -> dict[str, Timing]:
@@ -248,10 +285,7 @@ def _time_cuda(
     while (time.perf_counter() - begin) * 1e3 < warm_ms:
         for variant in prepared.values():
             variant.elapsed()
-    begin = time.perf_counter()
-    for i in range(rounds):
-        if i >= least_rounds and time.perf_counter() - begin > budget_s:
-            break
+    for _ in until([variant.samples for variant in prepared.values()]):
         for variant in prepared.values():
             variant.samples.append(variant.elapsed(monitor))
     found = {}
@@ -270,10 +304,8 @@ def _time_cuda(
 
 def _time_cpu(
     variants: Mapping[str, Sequence[Call]],
-    rounds: int,
+    until: _Rounds,
     sample_ms: float,
-    budget_s: float,
-    least_rounds: int,
     timed: Callable[[str, Call], object],
 ) -> dict[str, Timing]:
     def elapsed(calls: Sequence[Call], repeats: int) -> float:
@@ -288,10 +320,7 @@ def _time_cpu(
             one = elapsed(calls, len(calls))
         repeats[name] = max(1, round(sample_ms / one))
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    begin = time.perf_counter()
-    for i in range(rounds):
-        if i >= least_rounds and time.perf_counter() - begin > budget_s:
-            break
+    for _ in until(list(samples.values())):
         for name, calls in variants.items():
             samples[name].append(elapsed(calls, repeats[name]))
     for name, calls in variants.items():
@@ -306,6 +335,7 @@ def time_calls(
     sample_ms: float = 2.0,
     *,
     budget_s: float = math.inf,
+    max_noise: float | None = None,
     monitor: Monitor | None = None,
     power_ms: float = 0.0,
     capture: bool = True,
@@ -319,9 +349,10 @@ def time_calls(
     Args:
         variants: by name, calls that do the same work on different inputs (`input_sets` of them).
         device: the device on which they run.
-        rounds: samples per variant.
+        rounds: samples per variant, or with `max_noise` the most.
         sample_ms: the least length of a sample, in milliseconds.
         budget_s: seconds after which no further round begins, once `least_rounds` are done.
+        max_noise: no further round begins once no variant has more `noise` than this.
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
@@ -336,22 +367,21 @@ def time_calls(
     """
     if not variants:
         return {}
+    until = _Rounds(rounds, least_rounds, budget_s, max_noise)
     if device.type == "cuda":
         with torch.cuda.device(device):
             return _time_cuda(
                 variants,
-                rounds,
+                until,
                 sample_ms,
-                budget_s,
                 monitor,
                 power_ms,
                 capture,
                 warm_ms,
-                least_rounds,
                 untimed,
                 timed,
             )
-    return _time_cpu(variants, rounds, sample_ms, budget_s, least_rounds, timed)
+    return _time_cpu(variants, until, sample_ms, timed)
 
 
 def _tools() -> dict[str, object]:

@@ -88,6 +88,26 @@ def test_budget_ends_rounds_early_but_not_before_the_least(clock):
     assert samples() == 50
 
 
+def test_noise_is_half_the_interval_of_the_median():
+    assert timer.noise([1.0] * 5) == math.inf  # no order statistics bound a median so surely
+    assert timer.noise([1.0] * 6) == 0.0
+    assert timer.noise([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == pytest.approx(2.5 / 3.5)
+    # Of 100 samples it is from the 41st to the 60th (Le Boudec, Performance Evaluation, 2010, A).
+    assert timer.noise(list(range(1, 101))) == pytest.approx((60 - 41) / 2 / 50.5)
+
+
+def test_rounds_end_when_all_noise_is_small(clock):
+    def samples(**options) -> int:
+        variants = {"a": [clock.call("a", 20.0)], "b": [clock.call("b", 20.0)]}
+        found = time_calls(variants, CPU, rounds=50, sample_ms=1.0, **options)
+        assert found["a"].samples == found["b"].samples
+        return found["a"].samples
+
+    assert samples(max_noise=0.01) == 6  # a clock without noise
+    assert samples(max_noise=0.01, budget_s=0.0) == timer.LEAST_ROUNDS
+    assert samples(max_noise=-1.0) == 50
+
+
 def test_runs_of_one_variant_are_joined():
     runs = [Timing.of([1.0, 2.0, 3.0]), Timing.of([4.0, 5.0])]
     joined = Timing.joined(runs)

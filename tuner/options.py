@@ -13,6 +13,7 @@ from jetfire.measure.plan import Case, check_data, check_peers
 from jetfire.report.page import check_page
 from jetfire.tuner.trial import OBJECTIVES
 
+BITS = ("same",)
 FOR_ALL = ("mean", "worst")
 STRATEGIES = ("tpe", "gp", "random", "exhaustive")
 
@@ -43,6 +44,8 @@ class TuneOptions:
     Attributes:
         keep: the studies, and in the user's profiles the winners.
         for_all: one config for all problems of a kernel, by one of `FOR_ALL`.
+        bits: ``same``: only configs whose outputs are bit-equal to those of the config in use.
+        max_noise: what of a time is to be its noise (`measure.timer.noise`), as a share of it.
         unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
         output: where what they show is written.
     """
@@ -66,6 +69,8 @@ class TuneOptions:
     missing: bool = False
     shard: tuple[int, int] = (0, 1)
     for_all: str | None = None
+    bits: str | None = None
+    max_noise: float | None = None
     keep: bool = True
     unseen: int = 0
     output: Path | None = None
@@ -86,11 +91,14 @@ def check(asked: TuneOptions) -> None:
         ("--strategy", asked.strategy, STRATEGIES),
         ("--objective", asked.objective, OBJECTIVES),
         ("--for-all", asked.for_all or "mean", FOR_ALL),
+        ("--bits", asked.bits or "same", BITS),
     ):
         if name not in known:
             raise unknown(f"{option} {name}", name, known)
     if asked.for_all and (asked.unseen or asked.missing or asked.shard != (0, 1)):
         raise UsageError(f"--for-all {asked.for_all}: expected no --unseen, --missing or --shard")
+    if asked.max_noise is not None and asked.objective != "time":
+        raise UsageError(f"--objective {asked.objective}: expected time with --max-noise")
     check_page(asked.report)
     check_output("--record", asked.record, ".json", ".json.gz")
     check_output("-o", asked.output, ".json")

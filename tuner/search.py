@@ -115,6 +115,7 @@ class Final:
         kept: no finalist beat what had to be beaten.
         peers: name → timing.
         failed: config's label → why it was left out.
+        digest: the SHA-256 of the winner's outputs, where it is known.
     """
 
     config: Config
@@ -124,6 +125,7 @@ class Final:
     kept: bool
     peers: dict[str, Timing]
     failed: dict[str, str]
+    digest: str | None = None
 
     @property
     def vs_peer(self) -> dict[str, float]:
@@ -248,6 +250,7 @@ def decide(
         not better,
         compared.peers,
         compared.failed,
+        compared.digests.get(winner),
     )
 
 
@@ -259,11 +262,13 @@ class Compared:
         timings: config → its timing; those that failed are missing.
         peers: name → timing.
         failed: config's label → why.
+        digests: config → the SHA-256 of its outputs.
     """
 
     timings: dict[Config, Timing]
     peers: dict[str, Timing]
     failed: dict[str, str]
+    digests: dict[Config, str]
 
 
 def compare(
@@ -293,6 +298,7 @@ def compare(
         {configs[int(label)]: timing for label, timing in found.configs.items()},
         dict(found.peers),
         {str(configs[int(label)].as_dict()): reason for label, reason in found.failed.items()},
+        {configs[int(label)]: digest for label, digest in found.digests.items()},
     )
 
 

@@ -16,6 +16,7 @@ from jetfire.core.kernel import Config
 from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
 from jetfire.measure.nvml import Nvml
+from jetfire.measure.timer import noise
 from jetfire.report.text import mean
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
@@ -134,7 +135,7 @@ class Session:
             self._started = True
         share = max(LEAST_S, (self.end - self.runner.now()) / searches_left - self.final_s)
         share = min(share, max(0.0, self.end - self.runner.now() - self.final_s))
-        stopped = self._search(target, study, share)
+        stopped = self._search(target, study, found, share)
         if not study.finished():
             if stopped is not None:
                 raise stopped
@@ -196,7 +197,15 @@ class Session:
             "bytes": target.case.op.bytes(problem),
         }
         return Study(
-            Identity(target.kernel, problem, self.device, space, self.objective, asked.data),
+            Identity(
+                target.kernel,
+                problem,
+                self.device,
+                space,
+                self.objective,
+                asked.data,
+                found.config if asked.bits else None,
+            ),
             strategy_of(name, space, asked.seed, first),
             asked.storage if asked.keep else InMemoryStorage(),
             self.display.note,
@@ -215,17 +224,26 @@ class Session:
         )
         return True
 
-    def _job(self, target: SearchTarget) -> Job:
+    def _job(self, target: SearchTarget, found: Found) -> Job:
         asked, case = self.asked, target.case
-        energy = self.objective != "time"
         return Job(
-            case.op, target.kernel, case.problem, asked.seed, asked.data, energy, asked.peers
+            case.op,
+            target.kernel,
+            case.problem,
+            asked.seed,
+            asked.data,
+            self.objective != "time",
+            asked.peers,
+            found.config if asked.bits else None,
+            asked.max_noise,
         )
 
-    def _search(self, target: SearchTarget, study: Study, share: float) -> BaseException | None:
+    def _search(
+        self, target: SearchTarget, study: Study, found: Found, share: float
+    ) -> BaseException | None:
         """Search for so many seconds; what stopped it before, if anything did."""
         self.display.begin(str(target), self.trials, share, study.finished())
-        self.runner.begin(self._job(target))
+        self.runner.begin(self._job(target, found))
         try:
             limits = Limits(self.trials, self.runner.now() + share)
             search(study, self.runner, limits, self.display.trial)
@@ -271,6 +289,10 @@ class Session:
         """Keep what was decided; the profile only where that is new."""
         for config, reason in final.failed.items():
             self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
+        most, left = self.asked.max_noise, noise(final.timing.values)
+        if most is not None and left > most:
+            samples = final.timing.samples
+            self.display.note(f"{target}: the noise is {left:.1%} still, after {samples} samples")
         saved = self.asked.keep and not (final.kept and is_current(found, self.objective))
         if saved:
             self._save(target, study, final)
@@ -311,7 +333,7 @@ class Session:
         """Compare configs on every target, and take the one that is best for all."""
         compared = {}
         for target in targets:
-            self.runner.begin(self._job(target))
+            self.runner.begin(self._job(target, found[target]))
             legal = [c for c in configs if target.space.reason(c) is None]
             compared[target] = compare(self.runner, legal, self.effort.rounds_s, self.effort.rounds)
         times = [
@@ -333,6 +355,7 @@ class Session:
                 False,
                 one.peers,
                 one.failed,
+                one.digests.get(config),
             )
             for target, one in compared.items()
         }
@@ -360,6 +383,7 @@ class Session:
             trials=len(study.finished()),
             strategy=str(study.optuna.user_attrs["strategy"]),
             provenance=provenance.of(target.kernel, self.device, self.driver),
+            digest=final.digest,
         )
         profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
 

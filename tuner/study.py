@@ -66,7 +66,11 @@ def studies_folder() -> Path:
 
 @dataclass(frozen=True)
 class Identity:
-    """All that makes two searches the same one."""
+    """All that makes two searches the same one.
+
+    Attributes:
+        same_bits: the config whose outputs all others must equal, or None.
+    """
 
     kernel: Kernel
     problem: Any
@@ -74,6 +78,7 @@ class Identity:
     space: Space
     objective: Objective
     data: str
+    same_bits: Config | None = None
 
     @property
     def name(self) -> str:
@@ -88,6 +93,7 @@ class Identity:
             {k: list(v) for k, v in self.space.fields.items()},
             self.space.base.as_dict(),
             provenance.software(),
+            *([] if self.same_bits is None else [self.same_bits.as_dict()]),
         ]
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         device = profiles.device_slug(self.device)

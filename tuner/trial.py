@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
@@ -93,11 +93,13 @@ class Comparison:
     Attributes:
         configs, peers: label → its timing; those that failed their check are missing.
         failed: label → why.
+        digests: of the configs, label → the SHA-256 of its outputs' bytes.
     """
 
     configs: Mapping[str, Timing]
     peers: Mapping[str, Timing]
     failed: Mapping[str, str]
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 class TrialRunner(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ from jetfire.core import broken
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Config, Kernel
-from jetfire.core.launch import verify
+from jetfire.core.launch import run, verify
 from jetfire.core.op import Check, Op
+from jetfire.core.tensors import Tensors
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.proof import Guard, Sets
 from jetfire.measure.runner import LONG_FLOPS
@@ -28,6 +30,7 @@ POWER_MS = 200.0
 # With fewer no order statistic bounds the median with 95% confidence: see `final.beats`.
 LEAST_ROUNDS = 6
 POWER_RUNS = 6
+MOST_ROUNDS = 1000  # where timing goes on until the noise is small
 # Peers that take seconds to compile are left to the bench.
 SLOW_PEERS = ("compile", "eager")
 
@@ -39,6 +42,8 @@ class Job:
     Attributes:
         energy: read the energy of each config too.
         peers: those to compare with in the end; None for all that need no compiling.
+        same_bits: where given, a config whose outputs differ in a bit from this one's is wrong.
+        max_noise: what to time until, as of `time_calls`; None for a fixed number of samples.
     """
 
     op: Op
@@ -48,11 +53,14 @@ class Job:
     data: str
     energy: bool
     peers: Sequence[str] | None = None
+    same_bits: Config | None = None
+    max_noise: float | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from other jobs, in any process."""
-        return (type(self.op), type(self.kernel), self.problem, self.seed, self.data, self.energy)
+        what = type(self.op), type(self.kernel), self.problem
+        return (*what, self.seed, self.data, self.energy, self.same_bits, self.max_noise)
 
 
 class Bench:
@@ -74,6 +82,7 @@ class Bench:
         self.monitor = Nvml.open(where) if job.energy else None
         self.sample_ms = 10.0 if op.flops(problem) >= LONG_FLOPS else 1.0
         self.least_ms = float("inf")
+        self.bits = None if job.same_bits is None else self._bits_of(job.same_bits)
 
     def measure(self, config: Config) -> Measurement:
         """Check a config, have a first look at its time, then time it where that is worth it."""
@@ -96,10 +105,11 @@ class Bench:
         timing = time_calls(
             calls,
             where,
-            rounds=7,
+            rounds=self._rounds(7),
             sample_ms=self.sample_ms,
             warm_ms=20.0,
             budget_s=5.0,
+            max_noise=self.job.max_noise,
             monitor=self.monitor,
             power_ms=POWER_MS if self.monitor else 0.0,
         )["config"]
@@ -107,7 +117,13 @@ class Bench:
 
     def _verified(self, config: Config) -> Check:
         job = self.job
-        return verify(job.op, job.kernel, job.problem, config, self.inputs, self.expected)
+        check = verify(job.op, job.kernel, job.problem, config, self.inputs, self.expected)
+        if check.ok and self.bits is not None:
+            for name, got in self._written(self._run(config)).items():
+                if not torch.equal(got, self.bits[name]):
+                    message = f"{name}: not the bits of the config in use"
+                    return replace(check, ok=False, message=message)
+        return check
 
     def _wrong(self, check: Check) -> str | None:
         """What is wrong with a config, by a check of its results, or None."""
@@ -130,6 +146,37 @@ class Bench:
             if reason is not None:
                 failed[label] = reason
         return failed
+
+    def _written(self, outputs: Tensors) -> dict[str, torch.Tensor]:
+        """The bytes of what a launch must write."""
+        written = self.job.op.written(self.job.problem, self.inputs, outputs)
+        return {name: as_bytes(tensor) for name, tensor in written.items()}
+
+    def _run(self, config: Config) -> Tensors:
+        return run(self.job.op, self.job.kernel, self.job.problem, config, self.inputs)
+
+    def _bits_of(self, config: Config) -> dict[str, torch.Tensor]:
+        """The bytes that a config writes.
+
+        Raises:
+            UsageError: it writes others when it is run once more.
+        """
+        first, second = self._written(self._run(config)), self._written(self._run(config))
+        if changed := [name for name in first if not torch.equal(first[name], second[name])]:
+            raise UsageError(f"--bits same: {changed[0]} is not the same in two runs of one config")
+        return first
+
+    def _digest(self, config: Config) -> str:
+        """The SHA-256 of the bytes that a config writes, by the outputs' names in order."""
+        total = hashlib.sha256()
+        for name, tensor in sorted(self._written(self._run(config)).items()):
+            total.update(name.encode())
+            total.update(tensor.cpu().numpy())
+        return total.hexdigest()
+
+    def _rounds(self, usual: int) -> int:
+        """How many samples, at most where a noise is asked for."""
+        return usual if self.job.max_noise is None else MOST_ROUNDS
 
     def _said(self, error: Exception) -> str:
         """All that is known of an exception; of a compiler's its place first."""
@@ -163,7 +210,8 @@ class Bench:
         def of(prefix: str, names: Iterable[str]) -> dict[str, Timing]:
             return {name: timings[f"{prefix}{name}"] for name in names if name not in failed}
 
-        return Comparison(of("", sound), of("peer ", rivals), failed)
+        digests = {label: self._digest(sound[label]) for label in sound if label not in failed}
+        return Comparison(of("", sound), of("peer ", rivals), failed, digests)
 
     def _in_turn(
         self,
@@ -178,9 +226,10 @@ class Bench:
             return time_calls(
                 variants,
                 where,
-                rounds,
+                self._rounds(rounds),
                 sample_ms,
                 budget_s=budget_s,
+                max_noise=self.job.max_noise,
                 least_rounds=LEAST_ROUNDS,
                 timed=timed,
             )
@@ -214,6 +263,11 @@ class Bench:
             except Exception:  # the bench says why; here it is only left out
                 continue
         return found
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as bytes, in the order of its rows."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def outcome_of(error: BaseException) -> Outcome:

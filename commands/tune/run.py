@@ -64,6 +64,24 @@ def run(
             o.FOR_ALL,
         ),
     ] = None,
+    bits: Annotated[
+        o.Text,
+        o.option(
+            "--bits",
+            "same",
+            "Only configs whose output is bit-equal to that of the config in use.",
+            o.BITS,
+        ),
+    ] = None,
+    max_noise: Annotated[
+        o.Text,
+        o.option(
+            "--max-noise",
+            "P%",
+            "Time a config until the confidence interval of its time is within so much of it, or "
+            "for 1000 samples.",
+        ),
+    ] = None,
     space: Annotated[
         o.Texts, o.option("--space", "FIELD=V,...", "Search only these values of a config field.")
     ] = None,
@@ -111,6 +129,7 @@ def run(
 
     Every trial is durable: after an interruption the same command goes on where it was.
     """
+    from jetfire.bench.compare import parse_share
     from jetfire.core.device import Device
     from jetfire.measure import plan
     from jetfire.tuner import options
@@ -125,6 +144,7 @@ def run(
         space=plan.parse_settings("--space", space or []),
         peers=plan.kept_peers(peers),
         shard=o.shard(shard),
+        max_noise=None if max_noise is None else parse_share(max_noise, "--max-noise"),
         keep=not unseen,
     )
     options.check(asked)
