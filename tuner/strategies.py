@@ -7,7 +7,8 @@ is tried or under way, by whomever: a study may have several tuners.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 import numpy as np
@@ -201,7 +202,10 @@ class Tpe(Strategy):
 
 
 class GaussianProcess(Strategy):
-    """Expected improvement under a Gaussian process of log time over the ranks of the fields.
+    """Expected improvement under a Gaussian process over the ranks of the fields.
+
+    What it models is the normal score of a time: the quantile of the normal distribution at the
+    time's rank among those measured. Of times themselves a few very slow ones would set the scale.
 
     Covariance exp(-Σ w_f·|x_f - y_f|), x in the unit cube, which unlike smoother ones lets a value
     be far better than the next; the weights are those of the highest likelihood (Rasmussen and
@@ -211,11 +215,12 @@ class GaussianProcess(Strategy):
     """
 
     name = "gp"
-    noise = 1e-3
+    noise = 1e-2
 
     def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
         super().__init__(space, seed, first)
-        self._weights = np.ones(len(space.fields))
+        self._varied = [len(values) > 1 for values in space.fields.values()]
+        self._weights = np.ones(sum(self._varied))
         self._fitted = 0
 
     def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
@@ -228,27 +233,31 @@ class GaussianProcess(Strategy):
         failed = [p for p, values in seen.items() if values is None and p not in running]
         # An energy of 0 is one that was too small to be read.
         logs = np.log(np.maximum(list(known.values()), 1e-12))
-        y = logs @ self.rng.dirichlet(np.ones(logs.shape[1]))
+        y = _normal_scores(logs @ self.rng.dirichlet(np.ones(logs.shape[1])))
         y = np.concatenate([y, np.full(len(failed), y.max())])
         y = (y - y.mean()) / max(float(y.std()), 1e-9)
-        x = self.space.unit([*known, *failed])
-        if len(y) >= self._fitted + 5:
+        x = self._unit([*known, *failed])
+        if len(y) >= self._fitted + max(5, self._fitted // 10):
             self._fit(x, y)
             self._fitted = len(y)
-        mean, _ = self._predict(x, y, waiting := self.space.unit(running))
+        mean, _ = self._predict(x, y, waiting := self._unit(running))
         x, y = np.concatenate([x, waiting]), np.concatenate([y, mean])
-        mean, deviation = self._predict(x, y, self.space.unit(left))
+        mean, deviation = self._predict(x, y, self._unit(left))
         z = (y.min() - mean) / deviation
         density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
         below = 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
         improvement = deviation * (z * below + density)
         return left[int(improvement.argmax())]
 
+    def _unit(self, points: Iterable[Point]) -> np.ndarray:
+        """Points in the unit cube, without the fields of one value."""
+        return self.space.unit(points)[:, self._varied]
+
     def _covariance(self, x: np.ndarray, z: np.ndarray) -> np.ndarray:
-        apart = sum(
-            weight * np.abs(x[:, i, None] - z[None, :, i]) for i, weight in enumerate(self._weights)
-        )
-        return np.exp(-np.asarray(apart).reshape(len(x), len(z)))
+        apart = np.zeros((len(x), len(z)))
+        for i, weight in enumerate(self._weights):
+            apart += weight * np.abs(x[:, i, None] - z[None, :, i])
+        return np.exp(-apart)
 
     def _factor(self, x: np.ndarray) -> np.ndarray:
         return np.linalg.cholesky(self._covariance(x, x) + self.noise * np.eye(len(x)))
@@ -257,9 +266,10 @@ class GaussianProcess(Strategy):
         self, x: np.ndarray, y: np.ndarray, where: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation at some places, given values y at x."""
-        factor, cross = self._factor(x), self._covariance(x, where)
-        half = np.linalg.solve(factor, cross)
-        mean = half.T @ np.linalg.solve(factor, y)
+        # For 4362 places, 150 points known: 4.2 ms, where solving for each place takes 8.7.
+        inverse = np.linalg.inv(self._factor(x))
+        half = inverse @ self._covariance(x, where)
+        mean = half.T @ (inverse @ y)
         return mean, np.sqrt(np.maximum(1 - (half**2).sum(axis=0), 1e-12))
 
     def _likelihood(self, x: np.ndarray, y: np.ndarray) -> float:
@@ -278,6 +288,12 @@ class GaussianProcess(Strategy):
                     highest = likelihood
                     break
                 self._weights = kept
+
+
+def _normal_scores(values: np.ndarray) -> np.ndarray:
+    """The normal distribution's quantile at each value's rank."""
+    normal, ranks = NormalDist(), values.argsort(kind="stable").argsort()
+    return np.array([normal.inv_cdf((rank + 0.5) / len(values)) for rank in ranks])
 
 
 STRATEGIES: dict[str, type[Strategy]] = {
