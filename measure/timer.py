@@ -89,14 +89,14 @@ class Monitor(Protocol):
 def noise(values: Sequence[float]) -> float:
     """Return half the width of the median's 95% confidence interval, over the median.
 
-    The interval's ends are order statistics, whatever the distribution (Hoefler and Belli,
-    Scientific Benchmarking of Parallel Computing Systems, 2015, §3.1.3); with fewer than six values
-    there are none, and the noise is infinite.
+    The interval's ends are order statistics, whatever the distribution (Le Boudec, Performance
+    Evaluation of Computer and Communication Systems, 2010, §2.2); with fewer than six values no two
+    of them are so sure, and the noise is infinite.
     """
     count = len(values)
-    first = math.floor(0.5 * count - 0.98 * math.sqrt(count))
-    if first < 0 or count < 6:
+    if count < 6:
         return math.inf
+    first = max(0, math.floor(0.5 * count - 0.98 * math.sqrt(count)) - 1)
     ordered = sorted(values)
     return (ordered[count - 1 - first] - ordered[first]) / 2 / float(np.median(ordered))
 

@@ -92,8 +92,8 @@ def test_noise_is_half_the_interval_of_the_median():
     assert timer.noise([1.0] * 5) == math.inf  # no order statistics bound a median so surely
     assert timer.noise([1.0] * 6) == 0.0
     assert timer.noise([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == pytest.approx(2.5 / 3.5)
-    # Of 100 samples it is from the 41st to the 60th (Le Boudec, Performance Evaluation, 2010, A).
-    assert timer.noise(list(range(1, 101))) == pytest.approx((60 - 41) / 2 / 50.5)
+    # Of 100 it is from the 40th to the 61st: of so many tosses 40 to 60 are heads in 96%.
+    assert timer.noise(list(range(1, 101))) == pytest.approx((61 - 40) / 2 / 50.5)
 
 
 def test_rounds_end_when_all_noise_is_small(clock):

@@ -324,6 +324,22 @@ def test_of_a_large_product_the_pool_is_a_sample():
     assert 30 < len(rare.pool) <= 40
 
 
+def test_gp_sees_the_order_of_times_alone():
+    """However many times slower the slow ones are, it tries the same configs."""
+
+    def steep(config):
+        return Measurement("ok", cost(config) ** 9, seconds=1.0)
+
+    assert play(study_with("gp", toy_space()), 40) == play(study_with("gp", toy_space()), 40, steep)
+
+
+def test_a_field_of_one_value_does_not_count_for_gp():
+    fields = {"tile": FIELDS["tile"], "warps": FIELDS["warps"]}
+    one = {**fields, "fast": (False,), "order": ("row",)}
+    searches = [play(study_with("gp", toy_space(each), 3), 18) for each in (fields, one)]
+    assert searches[0] == searches[1]
+
+
 @pytest.mark.parametrize("strategy", ["tpe", "gp"])
 def test_beyond_the_pool_a_search_goes_on_around_its_best(strategy):
     def far(config):

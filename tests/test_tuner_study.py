@@ -40,6 +40,12 @@ def opened(storage):
     return Study(known, strategy_of("random", known.space, 0, ()), storage, print, {})
 
 
+def test_a_search_for_the_same_bits_is_another_one():
+    known = identity()
+    assert dataclasses.replace(known, same_bits=True).name != known.name
+    assert dataclasses.replace(known, same_bits=False).name == known.name
+
+
 def owned(owner, age=0.0):
     """A trial under way for some seconds."""
     began = datetime.datetime.now() - datetime.timedelta(seconds=age)

@@ -21,11 +21,11 @@ from jetfire.core.kernel import Config
 from jetfire.core.schema import Line, Measured, NotNegative, Plain, Scalar, most
 from jetfire.tuner.trial import Measurement, Outcome
 
-MOST = 32 * MIB  # bytes: public caches of 18,000 configs take 17 MB, as T4 up to 26 MB
-MOST_CONFIGS = 50_000
-VERSION = "1.0.0"
+MOST = 32 * MIB  # bytes: a public cache of 18,000 configs takes 17 MB, T4 of 11,000 19 MB
+_MOST_CONFIGS = 50_000
+_VERSION = "1.0.0"
 # T4's words for what became of a config, and ours; a time that is rough is one still.
-OUTCOMES: dict[str, Outcome] = {
+_OUTCOMES: dict[str, Outcome] = {
     "correct": "ok",
     "constraints": "illegal",
     "compile": "compile",
@@ -33,7 +33,7 @@ OUTCOMES: dict[str, Outcome] = {
     "timeout": "timeout",
     "correctness": "wrong",
 }
-WORDS = {ours: word for word, ours in OUTCOMES.items()} | {"slow": "correct"}
+_WORDS = {ours: word for word, ours in _OUTCOMES.items()} | {"slow": "correct"}
 # What Kernel Tuner puts in place of a time, and T4's words for it.
 _ERRORS = {
     "InvalidConfig": "constraints",
@@ -79,17 +79,21 @@ class _Result(TypedDict, total=False):
 
 
 class _T4(TypedDict):
-    results: Annotated[list[_Result], FailFast(), Field(min_length=1), most(MOST_CONFIGS)]
+    results: Annotated[list[_Result], FailFast(), Field(min_length=1), most(_MOST_CONFIGS)]
 
 
 class _Cache(TypedDict):
-    """Kernel Tuner's; a value of `cache` is an `_Entry` with the config's parameters."""
+    """Kernel Tuner's.
+
+    Attributes:
+        cache: of each config its parameters, its time in ms or an error's name, and what it cost.
+    """
 
     kernel_name: Line
     device_name: Line
     problem_size: Plain
     tune_params_keys: Annotated[list[Parameter], Field(min_length=1), most(100)]
-    cache: Annotated[dict[str, Any], Field(min_length=1), most(MOST_CONFIGS)]
+    cache: Annotated[dict[str, Any], Field(min_length=1), most(_MOST_CONFIGS)]
 
 
 class _Entries(TypedDict):
@@ -179,7 +183,7 @@ def _rows(t4: _T4, file: Path) -> list[tuple[dict[str, Any], Measurement]]:
     times = schema.convert({"time": [_time(result) for result in results]}, _Checked, file)["time"]
     rows = []
     for i, (result, ms) in enumerate(zip(results, times, strict=True)):
-        config, outcome = result["configuration"], OUTCOMES[result["invalidity"]]
+        config, outcome = result["configuration"], _OUTCOMES[result["invalidity"]]
         if sorted(config) != sorted(names):
             raise Unreadable(file, f"config {i}: expected {', '.join(names)}, as the first has")
         if outcome == "ok" and ms is None:
@@ -216,7 +220,7 @@ def t4(metadata: Mapping[str, Any], trials: Mapping[Config, Measurement]) -> dic
                 "configuration": config.as_dict(),
                 "objectives": ["time"],
                 "times": {"runtimes": [], "benchmark": round(m.seconds * 1e3, 3)},
-                "invalidity": WORDS[m.outcome],
+                "invalidity": _WORDS[m.outcome],
                 "correctness": int(m.measured),
                 "measurements": [
                     {"name": name, "value": value, "unit": "J" if name == "joules" else "ms"}
@@ -226,4 +230,4 @@ def t4(metadata: Mapping[str, Any], trials: Mapping[Config, Measurement]) -> dic
             }
         )
     about = {"timeunit": "milliseconds", **metadata}
-    return {"schema_version": VERSION, "metadata": about, "results": results}
+    return {"schema_version": _VERSION, "metadata": about, "results": results}

@@ -204,7 +204,7 @@ class Session:
                 space,
                 self.objective,
                 asked.data,
-                found.config if asked.bits else None,
+                asked.bits is not None,
             ),
             strategy_of(name, space, asked.seed, first),
             asked.storage if asked.keep else InMemoryStorage(),

@@ -69,7 +69,8 @@ class Identity:
     """All that makes two searches the same one.
 
     Attributes:
-        same_bits: the config whose outputs all others must equal, or None.
+        same_bits: only outputs of the same bits as those of the config in use were right. Which
+            config that was does not count: a search may go on after it has changed that itself.
     """
 
     kernel: Kernel
@@ -78,7 +79,7 @@ class Identity:
     space: Space
     objective: Objective
     data: str
-    same_bits: Config | None = None
+    same_bits: bool = False
 
     @property
     def name(self) -> str:
@@ -93,7 +94,7 @@ class Identity:
             {k: list(v) for k, v in self.space.fields.items()},
             self.space.base.as_dict(),
             provenance.software(),
-            *([] if self.same_bits is None else [self.same_bits.as_dict()]),
+            *(["same bits"] if self.same_bits else []),
         ]
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         device = profiles.device_slug(self.device)

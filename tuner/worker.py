@@ -150,7 +150,7 @@ class Bench:
     def _written(self, outputs: Tensors) -> dict[str, torch.Tensor]:
         """The bytes of what a launch must write."""
         written = self.job.op.written(self.job.problem, self.inputs, outputs)
-        return {name: as_bytes(tensor) for name, tensor in written.items()}
+        return {name: _as_bytes(tensor) for name, tensor in written.items()}
 
     def _run(self, config: Config) -> Tensors:
         return run(self.job.op, self.job.kernel, self.job.problem, config, self.inputs)
@@ -265,7 +265,7 @@ class Bench:
         return found
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as bytes, in the order of its rows."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
