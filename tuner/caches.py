@@ -114,7 +114,7 @@ class _Kinds(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Table:
+class ForeignTable:
     """Configs, all of the same fields, with what became of each.
 
     Attributes:
@@ -131,7 +131,7 @@ class Table:
     rows: list[tuple[dict[str, Any], Measurement]]
 
 
-def read(content: bytes, file: Path) -> Table | None:
+def read(content: bytes, file: Path) -> ForeignTable | None:
     """Return the table that a file holds; None where it is in neither format.
 
     Raises:
@@ -144,10 +144,10 @@ def read(content: bytes, file: Path) -> Table | None:
         problem = "×".join(map(str, sizes if isinstance(sizes, list) else [sizes]))
         rows = _rows(schema.convert({"results": _results(cache, file)}, _T4, file), file)
         device = {"name": cache["device_name"]}
-        return Table("kernel_tuner", cache["kernel_name"], problem, device, rows)
+        return ForeignTable("kernel_tuner", cache["kernel_name"], problem, device, rows)
     if "results" in kinds:
         rows = _rows(schema.decode(content, _T4, file), file)
-        return Table("t4", file.name.partition(".")[0], "", {}, rows)
+        return ForeignTable("t4", file.name.partition(".")[0], "", {}, rows)
     return None
 
 

@@ -23,7 +23,7 @@ from jetfire.core.kernel import Config, Kernel
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
 from jetfire.measure.timer import Timing
 from jetfire.tuner import caches
-from jetfire.tuner.caches import Table
+from jetfire.tuner.caches import ForeignTable
 from jetfire.tuner.search import Final, Limits, decide, search
 from jetfire.tuner.space import WHOLE, Space
 from jetfire.tuner.strategies import strategy_of
@@ -233,7 +233,7 @@ class _ForeignProblem:
         return {"sizes": self.sizes}
 
 
-def _of_another(table: Table, file: Path) -> Recording:
+def _of_another(table: ForeignTable, file: Path) -> Recording:
     """Return a table as a recording without a default: no search begins with a known config.
 
     Raises:
