@@ -171,7 +171,7 @@ class Bench:
         total = hashlib.sha256()
         for name, tensor in sorted(self._written(self._run(config)).items()):
             total.update(name.encode())
-            total.update(tensor.cpu().numpy())
+            total.update(tensor.cpu().numpy().tobytes())
         return total.hexdigest()
 
     def _rounds(self, usual: int) -> int:
