@@ -85,16 +85,37 @@ DEVICE void start_barriers(int fillers) {
   fence_barrier_init();
 }
 
-// One thread keeps the ring full of A and B, of what `Parts` gives its block to do, in turn. Each
-// block of a cluster fetches its share of what they have in common, for all of them.
+// A block of a cluster fetches its share of what these have in common, for all of them: its place
+// among them, and who they are.
+constexpr int A_SHARE = TILE_M / CLUSTER_N, B_SHARE = TILE_N / CLUSTER_M;
+struct Share {
+  uint32_t rank_m, rank_n;
+  uint16_t a_mask, b_mask;
+};
+
+// Fill a slot, once it is empty, with rows of two matrices from `k` on.
+template <class Slot>
+DEVICE void fetch(const Slot& slot, const Share& share, const TensorMap& a_map,
+                  const TensorMap& b_map, int a_row, int b_row, int k) {
+  barrier_wait(slot.empty(), slot.parity ^ 1);
+  barrier_expect(slot.full(), A_BYTES + B_BYTES);
+  const uint32_t a = slot.a() + share.rank_n * A_SHARE * TILE_K;
+  const uint32_t b = slot.b() + share.rank_m * B_SHARE * TILE_K;
+  if (CLUSTER_N > 1) tma_load_multicast(a, a_map, k, a_row, slot.full(), share.a_mask);
+  else tma_load(a, a_map, k, a_row, slot.full());
+  if (CLUSTER_M > 1) tma_load_multicast(b, b_map, k, b_row, slot.full(), share.b_mask);
+  else tma_load(b, b_map, k, b_row, slot.full());
+}
+
+// One thread keeps the ring full of A and B, of what `Parts` gives its block to do, in turn.
 template <class Slot, class Parts, class Arguments>
 DEVICE void load(const Arguments& x) {
   const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
   const uint32_t rank_m = rank % CLUSTER_M, rank_n = rank / CLUSTER_M;
-  constexpr int A_SHARE = TILE_M / CLUSTER_N, B_SHARE = TILE_N / CLUSTER_M;
   uint16_t a_mask = 0, b_mask = 0;
   for (int i = 0; i < CLUSTER_N; ++i) a_mask |= 1 << (rank_m + CLUSTER_M * i);
   for (int i = 0; i < CLUSTER_M; ++i) b_mask |= 1 << (i + CLUSTER_M * rank_n);
+  const Share share{rank_m, rank_n, a_mask, b_mask};
   Slot slot;
   for (Parts parts(x); parts.more(); parts.next()) {
     const auto part = parts.part(rank);
@@ -102,14 +123,7 @@ DEVICE void load(const Arguments& x) {
     const int b_row = part.tile.column + rank_m * B_SHARE;
     for (int step = part.first; step < part.first + part.steps; ++step, slot.next()) {
       const int k = step * TILE_K;
-      barrier_wait(slot.empty(), slot.parity ^ 1);
-      barrier_expect(slot.full(), A_BYTES + B_BYTES);
-      const uint32_t a = slot.a() + rank_n * A_SHARE * TILE_K;
-      const uint32_t b = slot.b() + rank_m * B_SHARE * TILE_K;
-      if (CLUSTER_N > 1) tma_load_multicast(a, x.a, k, a_row, slot.full(), a_mask);
-      else tma_load(a, x.a, k, a_row, slot.full());
-      if (CLUSTER_M > 1) tma_load_multicast(b, x.b, k, b_row, slot.full(), b_mask);
-      else tma_load(b, x.b, k, b_row, slot.full());
+      fetch(slot, share, x.a, x.b, a_row, b_row, k);
     }
   }
 }

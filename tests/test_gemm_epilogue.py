@@ -1,35 +1,19 @@
 """The ends of `wgmma`'s tiles of codes, run on the host: a thread there for each of a block's."""
 
 import ctypes
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from jetfire.core import registry
-from jetfire.kernels_cuda.gemm import wgmma
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig
-from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs
+from jetfire.kernels_cuda.gemm.wgmma import TmaOutputs, program
 from jetfire.reference.quantize import quantize
+from jetfire.tests.host_cuda import built, needs_a_compiler
 
-FAKES = Path(__file__).parent / "fakes"
-# What stands for inline assembly.
-STAND_INS = {
-    r'asm\("max\.NaN.*?"f"\(b\)\);': "most = fake_max_nan(a, b);",
-    r'asm\("rcp\.approx.*?\(m\)\);': "y = fake_reciprocal(m);",
-    r'asm\("\{\\n\.reg \.b64 product.*?"r"\(b\)\);': (
-        "low = uint64_t(a) * b, high = uint64_t(a) * b >> 32;"
-    ),
-    r'asm\("\{\\n\.reg \.s32 a, b.*?"f"\(high\)\);': (
-        "codes = uint8_t(fake_code(low)) | uint8_t(fake_code(high)) << 8;"
-    ),
-}
 SEED = 0x0123456789ABCDEF
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_a_compiler
 
 
 def problem(config, out_block, rounding="stochastic", layout="q", bias=True, ragged=16):
@@ -46,49 +30,6 @@ def problem(config, out_block, rounding="stochastic", layout="q", bias=True, rag
         layout=layout,
         bias=bias,
     )
-
-
-def built(folder, problem, config, path):
-    """The library of a config, from the kernel's own sources."""
-    root = wgmma.SOURCE.parent
-    for source in (root / "wgmma.cu", root / "epilogue.cuh", root.parent / "hopper.cuh"):
-        shutil.copy(source, folder)
-    quantize = (root.parent / "quantize.cuh").read_text()
-    for assembly, text in STAND_INS.items():
-        quantize, found = re.subn(assembly, text, quantize, flags=re.DOTALL)
-        assert found == 1, assembly
-    (folder / "quantize.cuh").write_text(quantize)
-    for name in ("ptx.cuh", "ptx_sm80.cuh"):
-        shutil.copy(FAKES / "cuda.cuh", folder / name)
-    shutil.copy(FAKES / "epilogue.cu", folder)
-    text = wgmma.program(problem, config, path).header
-    constants = text[: text.index("__device__")]
-    (folder / "config.cuh").write_text(f'#pragma once\n#include "ptx.cuh"\n{constants}')
-    done = subprocess.run(
-        [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-w",
-            "-D__CUDA_ARCH__=900",
-            "-ffp-contract=off",
-            "-frounding-math",
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            "-x",
-            "c++",
-            "epilogue.cu",
-            "-o",
-            "epilogue.so",
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "epilogue.so"))
 
 
 def sums_of(m, n):
@@ -144,12 +85,13 @@ def check(library, problem):
 def test_codes_and_scales_are_the_reference_s(tmp_path, config, out_block, fields):
     case = problem(config, out_block, **fields)
     path = TmaOutputs.of(case, 16 * (case.layout != "qt"), 16 * (case.layout != "q"))
-    check(built(tmp_path, case, config, path), case)
+    check(built(tmp_path, program(case, config, path), "epilogue.cu"), case)
 
 
 def test_scales_are_divided_right_at_every_mantissa_and_codes_held_to_127(tmp_path):
     config = WgmmaConfig(1, 1, 64)
-    library = built(tmp_path, problem(config, 32), config, TmaOutputs(True, False))
+    of = program(problem(config, 32), config, TmaOutputs(True, False))
+    library = built(tmp_path, of, "epilogue.cu")
     assert [library.wrong_scales(exponent) for exponent in (27, 28, 127, 253, 254)] == [0] * 5
     held = ctypes.c_int()
     assert library.wrong_codes(ctypes.c_uint64(0), ctypes.byref(held)) == 0

@@ -13,13 +13,14 @@ from jetfire.fuzz import draw, sanitize
 from jetfire.tests.mutants.build import Edit, Mutant, build
 from jetfire.tests.mutants.planted import ON_A_GPU
 
-SOURCE, SHARED = "kernels_cuda/gemm/wgmma.cu", "kernels_cuda/hopper.cuh"
+SOURCE, BLOCKS = "kernels_cuda/gemm/wgmma.cu", "kernels_cuda/block_gemm.cuh"
+SHARED = "kernels_cuda/hopper.cuh"
 # All 32 lanes of a warp arrive at a slot's barriers, where one does so for all.
 EVERY_LANE = (
     Edit(
-        SOURCE,
-        "      __syncwarp();\n      if (lane == 0) barrier_arrive(slot.full());",
-        "      barrier_arrive(slot.full());",
+        BLOCKS,
+        "  __syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(slot.full());",
+        "  barrier_arrive(slot.full());",
     ),
     Edit(SOURCE, "start_barriers<Slot>(2)", "start_barriers<Slot>(33)"),
     Edit(

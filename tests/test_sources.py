@@ -163,8 +163,8 @@ def names_of(op, kernel):
 
 def test_a_kernel_is_made_of_its_own_device_code():
     names = {kernel: names_of("gemm", kernel) for kernel in ("wgmma", "mma", "gluon", "triton")}
-    assert {"wgmma.cu", "pad.cu", "epilogue.cuh", "ptx.cuh"} < names["wgmma"]
-    assert {"mma.cu", "epilogue.cuh", "ptx_sm80.cuh"} < names["mma"]
+    assert {"wgmma.cu", "pad.cu", "block_gemm.cuh", "block_epilogue.cuh"} < names["wgmma"]
+    assert {"mma.cu", "block_epilogue.cuh", "ptx_sm80.cuh"} < names["mma"]
     assert not {"mma.cu", "mma_tiles.cuh"} & names["wgmma"]
     assert not {"wgmma.cu", "pad.cu"} & names["mma"]
     assert {

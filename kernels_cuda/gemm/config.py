@@ -1,4 +1,4 @@
-"""The config of the sm_90a kernel: how it cuts and feeds its tiles."""
+"""The configs of sm_90a kernels by blocks: how they cut and feed their tiles."""
 
 from __future__ import annotations
 
@@ -19,25 +19,34 @@ PARTS_A_TILE = 4
 
 
 @dataclass(frozen=True)
-class WgmmaConfig(TileConfig):
-    """Choices of how a block's tile is cut and fed.
+class BlockGemmConfig(TileConfig):
+    """Choices of the kernels on block_gemm.cuh.
 
     Attributes:
         in_flight: groups that may multiply at once; 0 for all.
-        stream: stream-K: deal K of the last tiles out evenly to all blocks; of those that share a
-            tile one adds up what the others leave in memory.
         schedule: of the promotion; ``exact`` rounds as the reference does (but for `stream`), and
             ``telescoped``, which `default` takes, within `noise`.
     """
 
     groups: int = 3
     in_flight: Literal[0, 1, 2] = 0
-    stream: bool = False
     schedule: Literal["exact", "telescoped"] = "exact"
 
     @property
     def telescoped(self) -> bool:
         return self.schedule == "telescoped"
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(BlockGemmConfig):
+    """Choices of how a block's tile is cut and fed.
+
+    Attributes:
+        stream: stream-K: deal K of the last tiles out evenly to all blocks; of those that share a
+            tile one adds up what the others leave in memory.
+    """
+
+    stream: bool = False
 
 
 def clusters(problem: GemmProblem, config: WgmmaConfig, processors: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
-# Numbers of epilogue.cuh's `enum Output`.
+# Numbers of block_epilogue.cuh's `enum Output`.
 OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 
 

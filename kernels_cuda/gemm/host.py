@@ -50,6 +50,7 @@ WGMMA_NOTES = {
     "RASTER": "rows of (cluster) tiles that are walked column by column",
     "IN_FLIGHT": "groups that may multiply at once; 0 for all",
     "STREAM": "the last tiles' K is dealt out evenly; blocks share them",
+    "MARKED": "a tile's last slot is marked; nobody counts them",
     "TELESCOPED": "sums run on from block to block, see above",
     "CONSUMER_REGISTERS": "of a thread that multiplies",
     "PRODUCER_REGISTERS": "of one that feeds it",

@@ -20,7 +20,7 @@
 // of K can add: read as a float they are 12582912 + S, and a subtraction, which is exact, replaces
 // the conversion, which has half an addition's rate on sm_89 and sm_90, or less.
 #define CHUNK_WARPS 1
-#include "epilogue.cuh"
+#include "block_epilogue.cuh"
 #include "mma_tiles.cuh"
 
 constexpr int TILE_K = TILE_BYTES;  // in a slot: codes are bytes

@@ -1,4 +1,4 @@
-"""Reports of compute-sanitizer on the CUDA GEMMs that are no fault."""
+"""Reports of compute-sanitizer on the CUDA GEMMs by blocks that are no fault."""
 
 import re
 
@@ -10,19 +10,17 @@ _FACTORS = (
     "arrival for its own lane alone. Where every lane arrives (tests/test_sanitizers.py) it has "
     "nothing to report."
 )
-KNOWN = (
-    Known(
-        "racecheck",
-        "wgmma",
-        re.compile(r"between Read access at Multiplier::read_factors\("),
-        re.compile(r"and Write access at scale\("),
-        _FACTORS,
-    ),
-    Known(
-        "racecheck",
-        "wgmma",
-        re.compile(r"between Write access at scale\("),
-        re.compile(r"and Read access at Multiplier::read_factors\("),
-        _FACTORS,
-    ),
-)
+READERS, WRITERS = r"Multiplier::read_factors\(", r"(scale|give_factors)\("
+
+
+def factors(readers: str, writers: str) -> tuple[Known, ...]:
+    """Return both orders of a read and a write of a slot's factors, by the functions' names."""
+    read, write = rf"Read access at {readers}", rf"Write access at {writers}"
+    orders = (read, write), (write, read)
+    return tuple(
+        Known("racecheck", "wgmma", re.compile(rf"between {a}"), re.compile(rf"and {b}"), _FACTORS)
+        for a, b in orders
+    )
+
+
+KNOWN = factors(READERS, WRITERS)

@@ -17,7 +17,12 @@ from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm import cost
-from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, clusters
+from jetfire.kernels_cuda.gemm.config import (
+    PARTS_A_TILE,
+    BlockGemmConfig,
+    WgmmaConfig,
+    clusters,
+)
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.gemm.noise import cut_noise, telescoped_noise
 from jetfire.kernels_cuda.hopper import (
@@ -40,6 +45,8 @@ SOURCE = Path(__file__).parent / "wgmma.cu"
 # Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
 # launch gives to all warps together, in eights.
 REGISTERS = {1: (184, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
+# Beside the sums, what a thread that multiplies needs for each 64 rows, so that nothing spills.
+OTHER_REGISTERS = 24
 
 
 @dataclass(frozen=True)
@@ -64,21 +71,21 @@ class TmaOutputs:
         return cls.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
 
 
-def _factors(problem: GemmProblem, config: WgmmaConfig) -> tuple[int, int]:
+def _factors(problem: GemmProblem, config: BlockGemmConfig) -> tuple[int, int]:
     """Return rows and columns of a tile's factors: as many as it has scales wherever it lies."""
     block, tile_n = problem.block, config.tile_n
     columns = next(c for c in (128, 64, 32) if c <= block and tile_n % c == 0)
     return config.tile_m // min(block, 64), tile_n // columns
 
 
-def factor_floats(problem: GemmProblem, config: WgmmaConfig) -> int:
+def factor_floats(problem: GemmProblem, config: BlockGemmConfig) -> int:
     """Count the floats of a stage, as the source lays them out."""
     rows, factors = _factors(problem, config)
     pitch = ceil_div(factors, 4) * 4 if factors > 2 else factors
     return (128 // problem.block + 2 * config.telescoped) * rows * pitch
 
 
-def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
+def shared_bytes(problem: GemmProblem, config: BlockGemmConfig) -> int:
     """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     staging = 64 * config.tile_n if problem.layout != "q" and config.tile_n > 128 else 8192
     floats = factor_floats(problem, config)
@@ -95,10 +102,43 @@ def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
     )
 
 
-def accumulators(config: WgmmaConfig) -> int:
+def accumulators(config: BlockGemmConfig) -> int:
     """Count the registers of a thread that hold sums, int32 and fp32."""
     products = config.rows if config.telescoped else 1
     return (config.rows + products) * config.tile_n // 2
+
+
+def room_reason(config: BlockGemmConfig, shared: int, device: Device) -> str | None:
+    """Return why a block does not fit the device, or its groups cannot take turns."""
+    limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
+    if accumulators(config) > limit:
+        return (
+            f"{accumulators(config)} sums per thread: {config.groups} groups have registers "
+            f"for {limit}"
+        )
+    if shared > device.shared_bytes:
+        return f"{shared} bytes of shared memory: {device.label} has {device.shared_bytes}"
+    if config.groups <= config.in_flight:
+        return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
+    return None
+
+
+def tiles_reason(config: BlockGemmConfig, m: int, n: int) -> str | None:
+    """Return why the kernel could not count the tiles of an m×n output."""
+    if ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n) >= 2**30:
+        return "more than 2^30 tiles"
+    return None
+
+
+def boxes_reason(config: BlockGemmConfig) -> str | None:
+    """Return which of a tile's sides is more than TMA fetches at once."""
+    for name, size, share in (
+        ("tile_m", config.tile_m, config.cluster_n),
+        ("tile_n", config.tile_n, config.cluster_m),
+    ):
+        if size // share > 256:
+            return f"{name}={size}: expected at most 256 rows per block of the cluster"
+    return None
 
 
 def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Program:
@@ -121,9 +161,7 @@ def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Prog
     return Program(SOURCE, text, shared, config.warps, "gemm", "a")
 
 
-PAD = Program(SOURCE.with_name("pad.cu"), header({}), 0, 8, features="a")
-# Beside the sums, what a thread that multiplies needs for each 64 rows, so that nothing spills.
-OTHER_REGISTERS = 24
+PAD = Program(Path(__file__).parent / "pad.cu", header({}), 0, 8, features="a")
 
 
 class WgmmaGemm(WgmmaKernel):
@@ -144,21 +182,13 @@ class WgmmaGemm(WgmmaKernel):
     }
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
-        if reason := self.unfit(device) or self.outside(config) or _misfit(problem, config):
-            return reason
-        limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
-        if accumulators(config) > limit:
-            return (
-                f"{accumulators(config)} sums per thread: {config.groups} groups have registers "
-                f"for {limit}"
-            )
-        if (needed := shared_bytes(problem, config)) > device.shared_bytes:
-            return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
-        if config.groups <= config.in_flight:
-            return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
-        if ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n) >= 2**30:
-            return "more than 2^30 tiles"
-        return None
+        return (
+            self.unfit(device)
+            or self.outside(config)
+            or _misfit(problem, config)
+            or room_reason(config, shared_bytes(problem, config), device)
+            or tiles_reason(config, problem.m, problem.n)
+        )
 
     def default(self, problem: GemmProblem, device: Device) -> WgmmaConfig:
         return cost.fastest(self, problem, device)
@@ -180,7 +210,7 @@ class WgmmaGemm(WgmmaKernel):
     def launch(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors, outputs: Tensors
     ) -> None:
-        a, b = _readable(inputs["a"]), _readable(inputs["b"])
+        a, b = read_by_tma(inputs["a"]), read_by_tma(inputs["b"])
         out, qt = outputs.get("c", outputs.get("q")), outputs.get("qt")
         flags, sums = _workspace(problem, config, a.device)
         function, blocks, content = _prepare(
@@ -205,7 +235,7 @@ class WgmmaGemm(WgmmaKernel):
         function(blocks, 32 * config.warps, (content,))
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
+def read_by_tma(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy that TMA can read: aligned rows, apart, of a multiple of 16 bytes."""
     if readable(x):
         return x
@@ -295,13 +325,10 @@ def _prepare(
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
     """Return why the tile does not suit the problem's blocks or the cluster."""
-    tile_m, tile_n, block = config.tile_m, config.tile_n, problem.out_block
-    for name, size, share in (
-        ("tile_m", tile_m, config.cluster_n),
-        ("tile_n", tile_n, config.cluster_m),
-    ):
-        if size // share > 256:
-            return f"{name}={size}: expected at most 256 rows per block of the cluster"
+    block = problem.out_block
+    if reason := boxes_reason(config):
+        return reason
+    for name, size in (("tile_m", config.tile_m), ("tile_n", config.tile_n)):
         if problem.out == "int8" and size % block:
             return f"{name}={size}: expected a multiple of {block} to requantise blocks of it"
     if problem.out == "int8" and block == 128 and config.rows == 1 and config.groups % 2:

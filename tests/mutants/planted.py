@@ -533,7 +533,7 @@ ON_A_GPU = (
         "draw",
         "gemm",
         "mma",
-        f"{CUDA}/gemm/epilogue.cuh",
+        f"{CUDA}/block_epilogue.cuh",
         "row0 + lane_row() + 8 * half);",
         "row0 + lane_row());",
         {"m": 16, "n": 16, "k": 16},

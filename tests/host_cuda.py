@@ -1,0 +1,67 @@
+"""CUDA sources of ours, built for the host: tests/fakes/cuda.cuh stands for CUDA."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jetfire.kernels_cuda.compile import ROOT
+
+FAKES = Path(__file__).parent / "fakes"
+# What stands for inline assembly.
+STAND_INS = {
+    r'asm\("max\.NaN.*?"f"\(b\)\);': "most = fake_max_nan(a, b);",
+    r'asm\("rcp\.approx.*?\(m\)\);': "y = fake_reciprocal(m);",
+    r'asm\("\{\\n\.reg \.b64 product.*?"r"\(b\)\);': (
+        "low = uint64_t(a) * b, high = uint64_t(a) * b >> 32;"
+    ),
+    r'asm\("\{\\n\.reg \.s32 a, b.*?"f"\(high\)\);': (
+        "codes = uint8_t(fake_code(low)) | uint8_t(fake_code(high)) << 8;"
+    ),
+}
+needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def built(folder, program, driver):
+    """The library of a kernel by blocks, from its own sources and a driver that includes them."""
+    for name in ("block_gemm.cuh", "block_epilogue.cuh", "hopper.cuh"):
+        shutil.copy(ROOT / name, folder)
+    quantize = (ROOT / "quantize.cuh").read_text()
+    for assembly, text in STAND_INS.items():
+        quantize, found = re.subn(assembly, text, quantize, flags=re.DOTALL)
+        assert found == 1, assembly
+    (folder / "quantize.cuh").write_text(quantize)
+    for name in ("ptx.cuh", "ptx_sm80.cuh", "ptx_transposed.cuh"):
+        shutil.copy(FAKES / "cuda.cuh", folder / name)
+    shutil.copy(program.source, folder)
+    shutil.copy(FAKES / driver, folder)
+    constants = program.header[: program.header.index("__device__")]
+    (folder / "config.cuh").write_text(f'#pragma once\n#include "ptx.cuh"\n{constants}')
+    done = subprocess.run(
+        [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-w",
+            "-D__CUDA_ARCH__=900",
+            "-ffp-contract=off",
+            "-frounding-math",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            "-x",
+            "c++",
+            driver,
+            "-o",
+            "kernel.so",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "kernel.so"))
