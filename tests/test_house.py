@@ -177,6 +177,9 @@ NAMED = {
     "ops/hadamard_gemm.py": ["hadamard_quantize"],
     # The function in a CUDA source is called gemm.
     "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
+    # What a product by blocks has in common with one with fallback.
+    "kernels_cuda/fallback_gemm/sanitizer.py": ["gemm"],
+    "kernels_cuda/fallback_gemm/wgmma.py": ["gemm"],
     # A kernel that is another op's, but for what it reads; one that is two ops' in one pass.
     "kernels_cpu/quantize_dlogits/__init__.py": ["cross_entropy"],
     "kernels_triton/quantize_dlogits/__init__.py": ["cross_entropy", "quantize"],
