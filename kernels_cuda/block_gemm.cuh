@@ -81,6 +81,7 @@ DEVICE float* factors(const Slot& slot) {
   return reinterpret_cast<float*>(shared + FACTORS_AT) + slot.index * FACTOR_FLOATS;
 }
 
+// Whether a slot is its tile's last, if MARKED.
 DEVICE int& mark(const Slot& slot) {
   return reinterpret_cast<int*>(shared + MARKS_AT)[slot.index];
 }

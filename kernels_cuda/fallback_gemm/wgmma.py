@@ -48,8 +48,8 @@ class FallbackConfig(BlockGemmConfig):
     """Choices of how a block's tile is cut and fed.
 
     Attributes:
-        planes: which of a tile's sides is that of the operand with two planes. Rows, or columns, of
-            a tile that lie in several blocks take the steps that any of these falls back in.
+        planes: which of a tile's sides is A's, which has two planes; the other is B's. Where that
+            side lies in several blocks, the tile takes the steps in which any of these falls back.
     """
 
     planes: Literal["rows", "columns"] = "columns"
@@ -138,10 +138,6 @@ class WgmmaFallback(WgmmaKernel):
     def legal(
         self, problem: FallbackGemmProblem, config: FallbackConfig, device: Device
     ) -> str | None:
-        if problem.block != BLOCK:
-            return f"block={problem.block}: expected {BLOCK}"
-        if problem.k > MOST_BLOCKS * BLOCK:
-            return f"k={problem.k}: expected at most {MOST_BLOCKS * BLOCK}"
         return (
             self.unfit(device)
             or self.outside(config)
@@ -215,31 +211,25 @@ def _prepare(
         scales: address of theirs.
     """
     down, across = sides(problem, config)
-    sizes = {
-        "rows": (down, problem.k, config.tile_m, config.cluster_n),
-        "columns": (across, problem.k, config.tile_n, config.cluster_m),
-    }
-    other = "rows" if config.planes == "columns" else "columns"
-    first, second, single = (
-        operand_map(at, rows, k, pitch, tile, cluster)
-        for (at, pitch), side in zip(codes, (config.planes, config.planes, other), strict=True)
-        for rows, k, tile, cluster in [sizes[side]]
-    )
-    planes_first = config.planes == "rows"
-    a, b = (first, single) if planes_first else (single, first)
-    a_scale, b_scale = (scales[0], scales[2]) if planes_first else (scales[2], scales[0])
+
+    def of_rows(x: tuple[int, int]) -> bytes:
+        return operand_map(x[0], down, problem.k, x[1], config.tile_m, config.cluster_n)
+
+    def of_columns(x: tuple[int, int]) -> bytes:
+        return operand_map(x[0], across, problem.k, x[1], config.tile_n, config.cluster_m)
+
+    (a, r, b), (a_scale, r_scale, b_scale) = codes, scales
+    if config.planes == "columns":
+        maps = of_rows(b), of_columns(a), of_columns(r)
+        a_scale, b_scale = b_scale, a_scale
+    else:
+        maps = of_rows(a), of_columns(b), of_rows(r)
     tma_out = tma_writes(problem, out)
-    to = driver.NO_MAP
-    if tma_out and turned(problem, config):
-        element = ELEMENT_BYTES[problem.out]
-        pitch, box = down * element, 128 // element
-        to = driver.tensor_map(out, problem.out, across, down, pitch, TURNED_COLUMNS, box)
-    elif tma_out:
-        to = output_map(config, out, problem.out, down, across)
     content = struct.pack(
         "<128s128s128s128s10Q3i",
-        *(a, b, second, to),
-        *(a_scale, b_scale, scales[1]),
+        *maps,
+        _output_map(problem, config, out) if tma_out else driver.NO_MAP,
+        *(a_scale, b_scale, r_scale),
         *(out, bias, 0, 0, 0, 0, 0),
         *(down, across, problem.k),
     )
@@ -249,11 +239,25 @@ def _prepare(
     return function, blocks, driver.struct_argument(content, 640)
 
 
+def _output_map(problem: FallbackGemmProblem, config: FallbackConfig, out: int) -> bytes:
+    """Make the tensor map of C, or of Cᵀ, which has a tile's rows or its columns as rows."""
+    down, across = sides(problem, config)
+    if not turned(problem, config):
+        return output_map(config, out, problem.out, down, across)
+    element = ELEMENT_BYTES[problem.out]
+    box = TURNED_COLUMNS, 128 // element
+    return driver.tensor_map(out, problem.out, across, down, down * element, *box)
+
+
 def _misfit(problem: FallbackGemmProblem, config: FallbackConfig) -> str | None:
-    """Return why the tile does not suit the cluster or the way to memory."""
+    """Return why the tile does not suit the problem, the cluster or the way to memory."""
+    if problem.block != BLOCK:
+        return f"block={problem.block}: expected {BLOCK}"
+    if problem.k > MOST_BLOCKS * BLOCK:
+        return f"k={problem.k}: expected at most {MOST_BLOCKS * BLOCK}"
     apart = "cluster_n" if config.planes == "columns" else "cluster_m"
     if getattr(config, apart) > 1:
-        return f"{apart}=2 planes={config.planes}: expected 1, for blocks take other steps"
+        return f"{apart}=2 planes={config.planes}: expected 1, or its blocks would differ in steps"
     if reason := plain.boxes_reason(config):
         return reason
     if turned(problem, config) and config.tile_n % TURNED_COLUMNS:
@@ -275,7 +279,6 @@ def steps_of_tiles(
     from jetfire.reference.fallback_gemm import side_by_side
 
     a, r, b = ((inputs[name], inputs[f"{name}_scale"]) for name in "arb")
-    names = ("a", "a_scale", "b", "b_scale")
     codes_a, scales_a, codes_b, scales_b = side_by_side(*a, *r, *b, BLOCK)
     count = r[1].shape[1]
     for top in range(0, problem.m, config.plane_rows):
@@ -284,21 +287,9 @@ def steps_of_tiles(
         falls = (r[1][bands] != 0).any(dim=0).nonzero().flatten().tolist()
         steps = [*range(count), *(count + block for block in falls)]
         rows = slice(bands.start * BLOCK, bands.stop * BLOCK)
-        yield (
-            bands,
-            dict(
-                zip(
-                    names,
-                    (
-                        _blocks(codes_a[rows], steps),
-                        scales_a[bands][:, steps],
-                        _blocks(codes_b, steps),
-                        scales_b[:, steps],
-                    ),
-                    strict=True,
-                )
-            ),
-        )
+        left = _blocks(codes_a[rows], steps), scales_a[bands][:, steps]
+        right = _blocks(codes_b, steps), scales_b[:, steps]
+        yield bands, dict(zip(("a", "a_scale", "b", "b_scale"), (*left, *right), strict=True))
 
 
 def _blocks(codes: torch.Tensor, steps: list[int]) -> torch.Tensor:

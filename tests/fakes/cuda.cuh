@@ -248,16 +248,17 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 
 // --- the copy engine -----------------------------------------------------------------------------
 
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   int8_t* matrix;
   int rows, columns, box_rows, box_columns, element = 1;
+  int64_t pitch = columns * element;  // in bytes
 
   int bytes() const { return box_rows * box_columns * element; }
   // What a byte of a box has in memory; null beyond the edges.
   int8_t* at(int byte, int x, int y) const {
-    const int width = box_columns * element, row = y + byte / width, column = x * element + byte % width;
-    const bool within = row < rows && column < columns * element;
-    return within ? matrix + int64_t(row) * columns * element + column : nullptr;
+    const int width = box_columns * element;
+    const int row = y + byte / width, column = x * element + byte % width;
+    return row < rows && column < columns * element ? matrix + row * pitch + column : nullptr;
   }
   // And where it is in shared memory, in the swizzle of its width.
   uint32_t swizzled(int byte) const {

@@ -15,20 +15,9 @@ void on_threads(int count, const Work& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Codes of the operand of a tile's rows, of that of its columns and of the second plane, m×k, n×k and
-// as its side; C has the rows and columns of `turned`.
-extern "C" void launch(int blocks, int8_t* a, int8_t* b, int8_t* second, const float* a_scale,
-                       const float* b_scale, const float* second_scale, const float* bias, void* c,
-                       int m, int n, int k) {
-  Arguments x{};
-  x.a = {a, m, k, TILE_M, TILE_K};
-  x.b = {b, n, k, TILE_N, TILE_K};
-  x.second = PLANES_OF_B ? x.b : x.a;
-  x.second.matrix = second;
-  if (TURNED) x.out = {static_cast<int8_t*>(c), n, m, 64, TURNED_ROWS, ELEMENT_BYTES};
-  else x.out = {static_cast<int8_t*>(c), m, n, 64, PANEL_COLUMNS, ELEMENT_BYTES};
-  x.a_scale = a_scale, x.b_scale = b_scale, x.second_scale = second_scale;
-  x.to.c = c, x.to.bias = bias, x.to.m = m, x.to.n = n, x.k = k;
+extern "C" void launch(int blocks, const void* arguments) {
+  Arguments x;
+  std::memcpy(&x, arguments, sizeof x);
   gridDim.x = blocks, block_threads = 128 * (GROUPS + 1);
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     std::fill(shared, shared + SHARED_BYTES, 0x5A);
