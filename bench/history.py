@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist, median, median_high, median_low
+from typing import Any
 
 from jetfire.bench.compare import name_of, parse_share, time_of
 from jetfire.bench.shipped import OTHERS
@@ -358,7 +359,8 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         raise UsageError("no file has the time of a kernel")
     found = changes(every)
     said = summary(runs, every, found)
-    _print(found, said, form)
+    document = {"schema": 1, "changes": records(found)}
+    terminal.result(document, lambda: _print(found, document, said, form))
     if page is not None:
         from jetfire.report.history import render
 
@@ -372,9 +374,9 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         raise UsageError(unread)
 
 
-def _print(found: Sequence[Change], said: str, form: str) -> None:
+def _print(found: Sequence[Change], document: Mapping[str, Any], said: str, form: str) -> None:
     if form == "json":
-        print(json.dumps({"schema": 1, "changes": records(found)}, indent=1))
+        print(json.dumps(document, indent=1))
         return
     if form == "md":
         print(f"{said}\n\n{table(found).markdown()}", end="")

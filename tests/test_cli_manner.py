@@ -24,6 +24,7 @@ RUN += " --set layers=1,width=32,heads=2,context=16,batch=4"
 VERBS = {
     "bench": (SMALL, "schema device rows"),
     "compare": ("rows.json rows.json", "devices pairs gone new"),
+    "history": ("rows.json", "changes"),
     "list": ("", "ops workloads peers data"),
     "fuzz": ("gemm --kernel int_mm --device cpu --examples 1", "pairs seed finished"),
     "export": ("gemm --m 64 -o out --kernel mma --no-check", None),
