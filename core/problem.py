@@ -27,6 +27,11 @@ MOST_ELEMENTS = 2**40
 hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
+def is_size(annotation: Any) -> bool:
+    """Return whether a field of this type is a size, which may be missing: `int`, `int | None`."""
+    return annotation is int or isinstance(annotation, UnionType)
+
+
 def parse_field(name: str, annotation: Any, value: Any) -> Any:
     """Return a field's value, given as it is or as text; UsageError says what is accepted."""
     if isinstance(annotation, UnionType):  # `int | None`

@@ -23,6 +23,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.functions import called
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
+from jetfire.core.problem import is_size
 from jetfire.core.workloads import RAGGED
 from jetfire.fuzz.example import TALL, UNCOUNTED, Example, Other
 from jetfire.measure.data import DISTRIBUTIONS
@@ -140,10 +141,6 @@ def _fields(op: Op) -> dict[str, Any]:
     return get_type_hints(op.Problem)
 
 
-def _is_size(annotation: Any) -> bool:
-    return annotation is int or isinstance(annotation, UnionType)
-
-
 def _flag(name: str, annotation: Any, rng: random.Random) -> Any:
     if isinstance(annotation, UnionType):  # `int | None`: whether there is one
         return rng.choice((None, 1))
@@ -164,7 +161,7 @@ def problem_of(op: Op, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> An
 
 
 def sizes_of(op: Op) -> list[str]:
-    return [name for name, hint in _fields(op).items() if _is_size(hint)]
+    return [name for name, hint in _fields(op).items() if is_size(hint)]
 
 
 def usual(op: Op, kernel: Kernel, device: Device) -> FuzzExtent | None:
@@ -207,7 +204,7 @@ class Draws:
         fields = _fields(self._op)
         for _ in range(TRIES):
             drawn = {k: _flag(k, hint, self._rng) for k, hint in fields.items() if hint is not int}
-            flags = {k: v for k, v in drawn.items() if not (_is_size(fields[k]) and v is not None)}
+            flags = {k: v for k, v in drawn.items() if not (is_size(fields[k]) and v is not None)}
             for size in (128, 256, 1024):
                 problem = problem_of(self._op, flags, dict.fromkeys(sizes_of(self._op), size))
                 if problem is not None and _legal(self._kernel, problem, {}, self._device):

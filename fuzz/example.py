@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jetfire.core import registry
+from jetfire.core.problem import hints_of, is_size
 from jetfire.core.schema import Count, Fields, Line, Name
 
 GUARD = 4096  # bytes on either side of a tensor
@@ -82,7 +83,9 @@ class Example:
 
     @property
     def empty(self) -> bool:
-        return 0 in (v for v in self.problem.values() if not isinstance(v, bool | float))
+        """Whether a size is 0; a choice, such as a share of blocks, may well be."""
+        hints = hints_of(registry.get(self.op).Problem)
+        return any(v == 0 and is_size(hints.get(name)) for name, v in self.problem.items())
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -543,3 +543,10 @@ def test_edges_of_sizes_are_rows_that_weigh_the_same(product):
             scores *= found["x_squares"].repeat(2)
         alike += len(scores.unique()) == 1 and bool(scores.all())
     assert 0 < alike < 32
+
+
+def test_a_share_of_0_is_not_an_empty_tensor():
+    fields = {"m": 8, "n": 8, "k": 8, "block": 128, "percent": 0}
+    assert not Example("fallback_gemm", "triton", fields, {}).empty
+    assert Example("fallback_gemm", "triton", {**fields, "k": 0}, {}).empty
+    assert Example("gather_rows", "triton", {"m": 8, "n": 8, "rows": 0}, {}).empty
