@@ -37,6 +37,7 @@ class RowNorm(StandardOp):
     summary = "Euclidean norm of each row"
     Problem = RowNormProblem
     sums: ClassVar = {"n": ("y",)}
+    same_bits_over = "runs"  # in which order a row is summed depends on the config
 
     def reads(self, problem: RowNormProblem) -> Specs:
         return {"x": Spec("fp32", (problem.m, problem.n))}

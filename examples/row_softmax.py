@@ -46,6 +46,7 @@ class RowSoftmax(StandardOp):
     summary = "softmax of each row and its gradient"
     Problem = RowSoftmaxProblem
     modes = ("fwd", "bwd")
+    same_bits_over = "runs"  # in which order a row is summed depends on the warps
 
     def reads(self, problem: RowSoftmaxProblem) -> Specs:
         matrix = Spec(problem.dtype, (problem.m, problem.n))
