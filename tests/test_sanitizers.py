@@ -1,9 +1,11 @@
 """compute-sanitizer says nothing of our kernels, and something of planted faults."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+import jetfire
 from jetfire.cli import execute
 from jetfire.core import loaded, registry
 from jetfire.core.device import Device, target_device
@@ -164,3 +166,16 @@ def test_known_reports_are_told_from_others():
     assert sift("racecheck", "gemm", "gluon", gluon) == ("", 1)
     elsewhere = gluon.replace("0x130", "0x1130")
     assert sift("racecheck", "gemm", "gluon", elsewhere) == (elsewhere, 0)
+    scales = (
+        "Error: Race reported between Write access at gemm_kernel+0x7ee0 in "
+        f"mainloop.py:{line_of('.store(products[i])')} · and Read access at gemm_kernel+0x15f0 in "
+        f"mainloop.py:{line_of('rows.slice(col')} [524 hazards]"
+    )
+    assert sift("racecheck", "gemm", "gluon", scales) == ("", 1)
+    other_line = scales.replace("mainloop.py:", "mainloop.py:9")
+    assert sift("racecheck", "gemm", "gluon", other_line) == (other_line, 0)
+
+
+def line_of(code):
+    text = Path(jetfire.__path__[0], "kernels_triton/gemm/mainloop.py").read_text()
+    return next(i for i, line in enumerate(text.splitlines(), 1) if code in line)
