@@ -201,13 +201,13 @@ def test_a_stream_of_another_shape_or_dtype_is_refused(op):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block", "out_block"), PAIRS)
 def test_a_stream_s_gradient_in_ragged_sizes(op, device, block, out_block):
-    blocks = {"block": block, "out_block": out_block}
-    for m, n in ((1, 1), (31, 300), (33, 127), (129, 64), (257, 1030), (384, 1600)):
-        for layout in ("q", "qt", "both"):
-            for rounding in ("nearest", "stochastic"):
-                fields = {"layout": layout, "rounding": rounding, **blocks}
-                problem = problem_of(op, m=m, n=n, **fields)
-                verified(op, problem, device, every=True, data="outlier")
+    """Each size in one layout and rounding: all are 216 programs, six minutes to compile."""
+    sizes = ((1, 1), (31, 300), (33, 127), (129, 64), (257, 1030), (384, 1600))
+    ways = itertools.product(("q", "qt", "both"), ("nearest", "stochastic"))
+    for (m, n), (layout, rounding) in zip(sizes, ways, strict=True):
+        fields = {"layout": layout, "rounding": rounding, "block": block, "out_block": out_block}
+        problem = problem_of(op, m=m, n=n, **fields)
+        verified(op, problem, device, every=True, data="outlier")
 
 
 @pytest.mark.gpu
