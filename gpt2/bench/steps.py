@@ -63,8 +63,10 @@ from jetfire.nn.recipes import RECIPES
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
 # Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Most
 # of its error, of 0.3 to 1.8, is noise, which lies across. Models of 2 to 24 layers are off by up
-# to 0.16; but what came through attention alone, whose weights 4 bits change, by 0.55.
-ALONG_TOLERANCE, ATTENTION_TOLERANCE = 0.3, 0.7
+# to 0.19; `int4-naive`, which rounds to nearest and so has a bias, by 0.36 in Llama's gated MLP, on
+# the GPU and by the CPU's reference alike; what came through attention alone, whose weights 4 bits
+# change, by 0.55.
+ALONG_TOLERANCE, ATTENTION_TOLERANCE = 0.45, 0.7
 _ATTENTION = (
     *(f"{name}.weight" for name in ("qkv", "query", "key", "value", "projection", "positions")),
 )
