@@ -18,6 +18,7 @@ from jetfire.nn.fallback import Fallback
 from jetfire.nn.frozen import FrozenInt8Linear
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.loss import causal_lm_loss
 from jetfire.nn.products import FLOATS
 from jetfire.nn.recipes import Recipe
 
@@ -36,17 +37,21 @@ class Report:
         fused: names of the blocks with INT8 between their layers too.
         single: name → why there is none, for every other block of `transformers`' where it was
             asked for: its linear layers are converted one by one.
+        losses: names of the language models with such blocks whose loss is `causal_lm_loss`; "" is
+            the model itself.
     """
 
     converted: tuple[str, ...]
     left: dict[str, str]
     fused: tuple[str, ...] = ()
     single: dict[str, str] = field(default_factory=dict)
+    losses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"converted {len(self.converted)} linear layers"]
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
-        lines += [f"fused {len(self.fused)} blocks"] if self.fused else []
+        loss = " and the loss" if self.losses else ""
+        lines += [f"fused {len(self.fused)} blocks{loss}"] if self.fused else []
         for reason in dict.fromkeys(self.single.values()):
             first, *others = (name for name, why in self.single.items() if why == reason)
             more = f" and {len(others)} more" if others else ""
@@ -87,7 +92,7 @@ def convert(
             replaced, where nobody else holds it.
         fused: whether the blocks of `transformers`' GPT-2, Llama, Mistral, Qwen2 and Qwen3 also
             have INT8 between their layers, as `Int8Block` has: under BF16 autocast, of fp32
-            parameters.
+            parameters. Their language models' loss reads the logits as they are, not made fp32.
         keep: modules to leave as `skip` does, by patterns of their names (``"*.down_proj"``), or
             ``"first"`` and ``"last"``: the first and the last of the model's blocks.
 
@@ -128,8 +133,10 @@ def convert(
             setattr(model.get_submodule(parent), leaf, new)
             converted.append(name)
     _leave_fused_path(model)
-    blocks = _fuse(model, recipe, skipped) if fused else ()
-    return Report(tuple(converted), left, *blocks)
+    if not fused:
+        return Report(tuple(converted), left)
+    blocks = _fuse(model, recipe, skipped)
+    return Report(tuple(converted), left, *blocks, _fuse_losses(model, blocks[0]))
 
 
 def _skipped(
@@ -185,6 +192,26 @@ def _fuse(
             form.fuse(module, recipe.flow)
             fused.append(name)
     return tuple(fused), single
+
+
+def _fuse_losses(model: nn.Module, fused: Sequence[str]) -> tuple[str, ...]:
+    """Have causal language models with fused blocks use `causal_lm_loss`; return their names.
+
+    Not where the model was given a loss of its own. `transformers`' makes fp32 of the logits, 4
+    bytes each, and as much again for their gradient: the widest tensors of a step.
+    """
+    found = []
+    for name, module in model.named_modules():
+        language_model = any(
+            base.__module__.startswith("transformers.models.")
+            and base.__name__.endswith(("ForCausalLM", "LMHeadModel"))
+            for base in type(module).__mro__
+        )
+        inside = any(block.startswith(f"{name}." if name else "") for block in fused)
+        if language_model and inside and not hasattr(module, "_loss_function"):
+            module.loss_function = causal_lm_loss
+            found.append(name)
+    return tuple(found)
 
 
 def _form_of(kind: type) -> Any:

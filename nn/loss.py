@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, in BF16 or in INT8.
+"""Cross-entropy of a linear head, in BF16 or in INT8, and of a model's own logits.
 
 In BF16 the logits are turned into their gradient where they are. In INT8 the gradient's codes, both
 ways, lie beside them, two bytes per logit: of a part of the rows at a time, where there are many.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
@@ -25,6 +26,8 @@ from jetfire.nn.products import (
 )
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
+
+IGNORED = -100  # the label that `cross_entropy` gives a loss of 0
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -159,3 +162,39 @@ def linear_cross_entropy(
                 x, weight, targets, valid, tied, codes.block, seeds, *codes.tensors
             )
         return _LinearCrossEntropy.apply(x, weight, targets, valid, tied)
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return what `transformers`' causal language models call their loss, in nats, an fp32 scalar.
+
+    Sums are fp32, as there, but logits are read, and their gradient is written, in their own dtype:
+    neither is made in fp32. Labels that are no token give NaN.
+
+    Args:
+        logits: …×tokens×vocabulary, bf16, fp16 or fp32.
+        labels: …×tokens; a token's logits are for the label after it.
+        num_items_in_batch: divides the sum; None: the number of labels that count.
+        ignore_index: the label that does not count.
+        shift_labels: the labels as they are for each token, in place of `labels`.
+        kwargs: others of the model's, which have no part in it.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    if ignore_index != IGNORED:
+        targets = targets.masked_fill(targets == ignore_index, IGNORED)
+    loss, _ = cross_entropy(logits.reshape(-1, vocab_size), targets)
+    if num_items_in_batch is None:
+        return loss.sum() / (targets != IGNORED).sum()
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss.sum() / num_items_in_batch

@@ -12,7 +12,10 @@ from jetfire.tests.language_models import Doubled, batch, near, step
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
+from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+
 from jetfire.nn.gpt2_block import GPT2Block  # noqa: E402
+from jetfire.nn.loss import causal_lm_loss  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,11 +161,11 @@ def test_cast_to_bf16_afterwards():
 
 
 def test_compiles_whole():
-    """All but the loss, of which `transformers` has a warning that Dynamo does not trace."""
+    """The loss too: of `transformers`' own, a warning breaks the graph."""
     made = fused()
     other, theirs = step(made, use_cache=False)
     torch._dynamo.reset()
-    made.transformer.compile(fullgraph=True, backend="aot_eager")
+    made.compile(fullgraph=True, backend="aot_eager")
     loss, gradients = step(made, use_cache=False)
     assert loss == pytest.approx(other, abs=0.01)
     near(gradients, theirs, 0.12)
@@ -231,3 +234,58 @@ def test_blocks_that_cannot_be(options, how, reason):
 def test_refused(how, message):
     with pytest.raises(UsageError, match=message):
         convert(model(), fused=True, **how)
+
+
+IGNORED = -100
+LABELS = batch().index_fill(1, torch.tensor([5, 9]), IGNORED)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"labels": LABELS},
+        {"labels": LABELS, "num_items_in_batch": 7},
+        {"labels": LABELS, "num_items_in_batch": torch.tensor(7)},
+        {"labels": LABELS.where(LABELS != IGNORED, 3), "ignore_index": 3},
+        {"labels": None, "shift_labels": LABELS},
+        {"labels": torch.full_like(LABELS, IGNORED)},
+    ],
+)
+def test_the_loss_is_that_of_transformers(options):
+    """With its gradient, of the same logits; all ignored is NaN for both."""
+    torch.manual_seed(2)
+    logits = (3 * torch.randn(2, 32, 96)).bfloat16()
+    found = []
+    for loss_of in (causal_lm_loss, ForCausalLMLoss):
+        leaf = logits.clone().requires_grad_()
+        loss = loss_of(leaf, vocab_size=96, **options)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert leaf.grad.dtype == torch.bfloat16
+        found.append((loss.detach(), leaf.grad.float()))
+    (loss, gradient), (other, its_gradient) = found
+    torch.testing.assert_close(loss, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(gradient, its_gradient, rtol=2**-7, atol=1e-7, equal_nan=True)
+
+
+def test_the_loss_is_fused_with_the_blocks():
+    made = model()
+    report = convert(made, fused=True)
+    assert report.losses == ("",)
+    assert "fused 2 blocks and the loss" in str(report)
+    assert made.loss_function is causal_lm_loss
+    wrapped = torch.nn.ModuleDict({"lm": model()})
+    assert convert(wrapped, fused=True).losses == ("lm",)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other.loss_function is causal_lm_loss
+
+
+def test_a_loss_of_one_s_own_stays():
+    mine = model()
+    mine.loss_function = lambda logits, labels, **kwargs: logits.float().square().mean()
+    loss = mine.loss_function
+    assert convert(mine, fused=True).losses == ()
+    assert mine.loss_function is loss
+    assert convert(model(), fused=False).losses == ()
+    left = convert(model(), fused=True, skip=("transformer.h.0", "transformer.h.1"))
+    assert left.losses == ()
