@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, FloatName, Layout
 from jetfire.core.tensors import Quantized
@@ -44,7 +45,18 @@ def checked_block(block: int, name: str = "block") -> Block:
 
 def draw(count: int, device: torch.device) -> torch.Tensor:
     """Draw Philox keys from torch's own generator: torch.manual_seed makes a run repeat."""
-    return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
+    keys = torch.randint(2**62, (count,), dtype=torch.int64, device=device)
+    if not torch.compiler.is_compiling():
+        return keys
+    held: torch.Tensor = torch.ops.jetfire.held(keys)
+    return held
+
+
+# Inductor does not look into an operator. Where it sees a `randint`, it draws all keys again for
+# each one that is read, by a launch of its own: 8 in the backward of a block.
+LIBRARY.define("held(Tensor x) -> Tensor")
+LIBRARY.impl("held", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("jetfire::held", torch.clone, lib=LIBRARY)
 
 
 def backward_may_follow(training: bool) -> bool:

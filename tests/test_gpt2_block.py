@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from jetfire.core.errors import UsageError
 from jetfire.nn import convert
@@ -169,6 +171,23 @@ def test_compiles_whole():
     loss, gradients = step(made, use_cache=False)
     assert loss == pytest.approx(other, abs=0.01)
     near(gradients, theirs, 0.12)
+
+
+def test_a_compiler_draws_a_block_s_keys_once():
+    """Inductor would draw them again for each reader: those have what an operator returned."""
+    made, graphs = fused(), []
+    torch._dynamo.reset()
+
+    def compiler(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    made.compile(backend=aot_autograd(fw_compiler=compiler))
+    step(made, use_cache=False)
+    draws = [n for g in graphs for n in g.graph.nodes if n.target is torch.ops.aten.randint.default]
+    assert len(draws) == 2
+    for drawn in draws:
+        assert [user.target for user in drawn.users] == [torch.ops.jetfire.held.default]
 
 
 def test_a_block_after_a_checkpointed_one_gives_it_gradients():
