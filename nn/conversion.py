@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.problem import Block
 from jetfire.nn import recipes
 from jetfire.nn.fallback import Fallback
 from jetfire.nn.frozen import FrozenInt8Linear
@@ -64,7 +65,7 @@ def convert(
     model: nn.Module,
     recipe: str | Recipe = "int8",
     skip: tuple[str, ...] = (),
-    head: bool = False,
+    head: bool | None = None,
     frozen: bool = False,
     fused: bool = False,
     keep: tuple[str, ...] | list[str] = (),
@@ -86,7 +87,8 @@ def convert(
     Args:
         skip: names of modules to leave, with all that is in them.
         head: whether the output head is replaced too: a linear layer that the model gives as
-            `get_output_embeddings()`, or whose weight is an embedding's.
+            `get_output_embeddings()`, or whose weight is an embedding's. None replaces it with
+            `fused` alone, in the blocks of the recipe's `head`, if its outputs are a multiple.
         frozen: whether layers keep their weights as INT8 codes alone and do not learn
             (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
             replaced, where nobody else holds it.
@@ -114,7 +116,9 @@ def convert(
         )
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     skipped = _skipped(model, names, skip, keep)
-    heads = set() if head else _heads(model)
+    heads = _heads(model)
+    block = recipe.head if head is None and fused else recipe.block if head else None
+    stays = {module: _why_a_head_stays(module, block) for module in heads if not head}
     others = _others(model, frozen)
     places = _places(model)
     converted: list[str] = []
@@ -123,12 +127,13 @@ def convert(
         module = next(iter(places))
         new: nn.Module | None = None
         for name in places.pop(module):  # so that a frozen layer's weight goes with its module
-            states = name in skipped, module in heads, others.get(module)
+            states = name in skipped, stays.get(module), others.get(module)
             reason = _why_not(module, recipe, *states)
             if reason is not None:
                 left[name] = reason
                 continue
-            new = _replacement(module, recipe, frozen) if new is None else new
+            own = replace(recipe, block=block) if module in heads else recipe
+            new = _replacement(module, own, frozen) if new is None else new
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)
             converted.append(name)
@@ -281,6 +286,21 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     return found | {m for m in model.modules() if id(getattr(m, "weight", None)) in tables}
 
 
+def _why_a_head_stays(module: nn.Module, block: Block | None) -> str | None:
+    """Return why an output head that nobody asked for is not replaced; None if it is.
+
+    Args:
+        block: side of the blocks in which it may be; None if it may not.
+    """
+    matrix: Any = getattr(module, "weight", None)
+    if block is None or not _is_linear(module):
+        return "the output head"
+    outputs = matrix.shape[1 if _is_conv1d(module) else 0]
+    if outputs % block:  # TMA reads rows of a multiple of 16 bytes: others would be copied first
+        return f"the output head, {outputs} outputs: no multiple of {block}"
+    return None
+
+
 def _others(model: nn.Module, frozen: bool) -> dict[nn.Module, str]:
     """Return modules that are another's to call or to read, and why they are left."""
     found: dict[nn.Module, str] = {}
@@ -300,9 +320,14 @@ def _others(model: nn.Module, frozen: bool) -> dict[nn.Module, str]:
 
 
 def _why_not(
-    module: nn.Module, recipe: Recipe, skipped: bool, head: bool, other: str | None
+    module: nn.Module, recipe: Recipe, skipped: bool, head: str | None, other: str | None
 ) -> str | None:
-    """Return why a module with a matrix is not replaced; None if it is."""
+    """Return why a module with a matrix is not replaced; None if it is.
+
+    Args:
+        head: why it is not, being an output head; None if it is none, or is replaced.
+        other: why it is not, being another's to call or to read.
+    """
     kind = type(module)
     if isinstance(module, Int8Linear | Int8Conv1D | FrozenInt8Linear):
         return f"{kind.__name__} already, in blocks of {module.block}"
@@ -317,8 +342,8 @@ def _why_not(
         return "asked to"
     if recipe.plain:
         return f"recipe {recipe.name}"
-    if head:
-        return "the output head"
+    if head is not None:
+        return head
     if _has_hooks(module):
         return "it has hooks"
     matrix: Any = module.weight

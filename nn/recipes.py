@@ -90,8 +90,8 @@ class Recipe:
         block: side of the blocks whose codes are multiplied.
         flow: side of the blocks of what flows between products in a fused block (`Int8Block`); None
             is `block`, or with fallback none.
-        head: as `block`, of the output head's products in `jetfire train`; None multiplies it in
-            BF16. `convert` leaves a head, or replaces it in blocks of `block`.
+        head: as `block`, of the output head's products in `jetfire train`, and in `convert` with
+            fused blocks; None multiplies it in BF16.
         int4: how the products are made in 4 bits.
         fallback: the share of an input's blocks that have two planes of codes (`Fallback`). Such
             layers are converted one by one: nothing flows between them in INT8.

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from jetfire.nn import AdamW, Int8LlamaBlock, Stream, convert, flow
+from jetfire.nn import AdamW, Int8LlamaBlock, Recipe, Stream, convert, flow
 from jetfire.nn.decoder_block import FAMILIES, DecoderBlock
 from jetfire.tests.language_models import Doubled, batch, error, logits, near, step
 
@@ -52,6 +52,38 @@ def singly(kind="Llama", **options):
 def test_loss_and_gradients_are_near_float(kind, recipe):
     loss, gradients = step(fused(kind, recipe))
     exact, theirs = step(model(kind))
+    assert loss == pytest.approx(exact, abs=0.01)
+    near(gradients, theirs, 0.12)
+
+
+@pytest.mark.parametrize(
+    ("how", "recipe", "vocabulary", "block"),
+    [
+        ({"fused": True}, "int8", 256, 128),
+        ({"fused": True}, Recipe("mine", 128, 32, head=64), 192, 64),
+        ({"fused": True}, "int8", 96, None),
+        ({"fused": True}, "int8-block32", 256, None),
+        ({"fused": True, "head": False}, "int8", 256, None),
+        ({"fused": True, "head": True}, "int8-block32", 96, 32),
+        ({}, "int8", 256, None),
+        ({"head": True}, "int8", 96, 128),
+    ],
+)
+def test_an_output_head_in_int8(how, recipe, vocabulary, block):
+    made = model(vocab_size=vocabulary)
+    report = convert(made, recipe, **how)
+    assert getattr(made.lm_head, "block", None) == block
+    assert ("lm_head" in report.converted) == (block is not None)
+    if block is None:
+        assert report.left["lm_head"].startswith("the output head")
+
+
+def test_a_tied_head_in_int8_learns():
+    made, plain = (model(vocab_size=256, tie_word_embeddings=True) for _ in range(2))
+    convert(made, fused=True)
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    loss, gradients = step(made)
+    exact, theirs = step(plain)
     assert loss == pytest.approx(exact, abs=0.01)
     near(gradients, theirs, 0.12)
 
