@@ -17,7 +17,7 @@ from jetfire.core.tensors import Tensors, alias, changed
 
 if TYPE_CHECKING:
     from jetfire.core.kernel import Config
-    from jetfire.core.profiles import Found
+    from jetfire.core.profiles import Entry, Found
 
 _said: set[tuple[str, ...]] = set()
 
@@ -27,7 +27,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     """Return a kernel that takes a problem on a device, with its tuned, nearest or default config.
 
     It is the first that takes the problem, candidates last. Where that one was tuned for exactly
-    this problem, it is the fastest of all that were.
+    this problem, it is the fastest of all that were, on the same device.
 
     Raises:
         UsageError: no kernel takes it; the message has each one's reason. Or profiles are strict,
@@ -54,12 +54,13 @@ def _fastest(
     op: Op, problem: Any, device: Device, kernel: Kernel, found: Found
 ) -> tuple[Kernel, Found]:
     """Return the kernel, or where it was tuned for exactly this problem the fastest of these."""
+    if found.entry is None or found != profiles.known(kernel, problem, device):
+        return kernel, found
+    best = found.entry
     for other in registry.kernels(op.name).values():
-        if found.source != "tuned" or other is kernel:
-            continue
-        rival = profiles.exact(other, problem, device)
-        if rival and rival.entry and found.entry and rival.entry.ms < found.entry.ms:
-            kernel, found = other, rival
+        rival = profiles.known(other, problem, device)
+        if rival and rival.entry and rival.entry.gpu == best.gpu and rival.entry.ms < best.ms:
+            kernel, found, best = other, rival, rival.entry
     return kernel, found
 
 
@@ -82,15 +83,15 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
         if profiles.strict():
             raise UsageError(f"{_missing(op, problem, device)}; {_remedy(op, problem)}")
         # The same shape with, for instance, a bias or another rounding is as good as tuned.
-        same = found.entry is not None and profiles.same_shape(op, problem, found.entry)
+        near = found.entry
+        same = near and near.gpu == device.name and profiles.same_shape(op, problem, near)
         if not same and _first(op.name):
-            _warn(
-                f"{_missing(op, problem, device)}: {_used(problem, found)}; {_remedy(op, problem)}"
-            )
-    if found.stale and _first(op.name, kernel.name):
+            used = _used(problem, device, near)
+            _warn(f"{_missing(op, problem, device)}: {used}; {_remedy(op, problem)}")
+    if found.stale and found.entry and _first(op.name, kernel.name):
         _warn(
             f"{op.name}/{kernel.name}: its source has changed since it was tuned on "
-            f"{device.label}; {_remedy(op, problem)}"
+            f"{found.entry.gpu}; {_remedy(op, problem)}"
         )
 
 
@@ -112,12 +113,14 @@ def _missing(op: Op, problem: Any, device: Device) -> str:
     return f"{op.name}: no profile for {shape} on {device.label}"
 
 
-def _used(problem: Any, found: Found) -> str:
-    if found.entry is None:
+def _used(problem: Any, device: Device, near: Entry | None) -> str:
+    if near is None:
         return "the default is used"
     mine = problem.as_dict()
-    differing = [f"{k}={v}" for k, v in found.entry.problem.items() if v != mine.get(k)]
-    return f"the nearest is used ({' '.join(differing)})"
+    differing = " ".join(f"{k}={v}" for k, v in near.problem.items() if v != mine.get(k))
+    if near.gpu == device.name:
+        return f"the nearest is used ({differing})"
+    return f"that of {near.gpu} is used" + (f" ({differing})" if differing else "")
 
 
 def _remedy(op: Op, problem: Any) -> str:

@@ -113,6 +113,11 @@ class Entry:
         """The default's time over the config's, or None where the default failed."""
         return None if self.default_ms is None else self.default_ms / self.ms
 
+    @property
+    def gpu(self) -> str:
+        """Return the name of the device that it was tuned on."""
+        return self.provenance.get("gpu", "")
+
 
 @dataclass(frozen=True)
 class _File:
@@ -321,20 +326,32 @@ def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
     return None if any(isinstance(v, int) and v > LARGEST for v in vars(found).values()) else found
 
 
+def _relatives(kernel: Kernel, device: Device) -> _Index:
+    """Return the entries of all devices of a device's architecture, its own among them."""
+    if device.capability is None:
+        return _Index({}, {})
+    return _index(kernel, _slug("sm_{}{}".format(*device.capability)))
+
+
 def _legal_by_distance(
     kernel: Kernel, problem: Any, device: Device, farthest: float
 ) -> Iterator[_Tuned]:
     op = registry.get(kernel.op)
-    alike = _index(kernel, device_slug(device)).alike.get(_kind(op, problem), ())
-    if not alike:
-        return
-    here = _place(op, problem)
-    distances = sorted((math.dist(here, tuned.place), i) for i, tuned in enumerate(alike))
-    for distance, i in distances:
+    kind, here = _kind(op, problem), _place(op, problem)
+    alike = [
+        (math.dist(here, tuned.place), tuned)
+        for tuned in _index(kernel, device_slug(device)).alike.get(kind, ())
+    ]
+    alike += [
+        (math.hypot(math.dist(here, tuned.place), OTHER_FIELD), tuned)
+        for tuned in _relatives(kernel, device).alike.get(kind, ())
+        if tuned.entry.gpu != device.name
+    ]
+    for distance, tuned in sorted(alike, key=lambda one: one[0]):
         if distance > farthest:
             return
-        if kernel.legal(problem, alike[i].config, device) is None:
-            yield alike[i]
+        if kernel.legal(problem, tuned.config, device) is None:
+            yield tuned
 
 
 def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
@@ -345,15 +362,30 @@ def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
     return None
 
 
+def known(kernel: Kernel, problem: Any, device: Device) -> Found | None:
+    """Return what `exact` does, else what was tuned on another device of the architecture.
+
+    An H100 has an H200's multiprocessors and no profiles of its own are shipped for it. The source
+    of what is another's is ``nearest``.
+    """
+    if found := exact(kernel, problem, device):
+        return found
+    for tuned in _relatives(kernel, device).exact.get(_sort_of(problem), ()):
+        if kernel.legal(problem, tuned.config, device) is None:
+            return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
+    return None
+
+
 def find(kernel: Kernel, problem: Any, device: Device) -> Found:
     """Return the config tuned for a problem, else for the nearest one, else the kernel's default.
 
-    The distance of two problems is the root of a sum of squares: log2 of each dimension's ratio,
-    and `OTHER_FIELD` for each further field that differs. The nearest one is within `FARTHEST`.
-    Skipped are configs that are illegal for the problem, that this version's kernel does not know,
-    or that it expects to be slower than its default.
+    A problem that was tuned on another device of the architecture comes first of the nearest. The
+    distance of two problems is the root of a sum of squares: log2 of each dimension's ratio, and
+    `OTHER_FIELD` for each further field that differs, and for another device. The nearest one is
+    within `FARTHEST`. Skipped are configs that are illegal for the problem, that this version's
+    kernel does not know, or that it expects to be slower than its default.
     """
-    if found := exact(kernel, problem, device):
+    if found := known(kernel, problem, device):
         return found
     for tuned in _legal_by_distance(kernel, problem, device, FARTHEST):
         same = same_shape(registry.get(kernel.op), problem, tuned.entry)

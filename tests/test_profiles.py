@@ -458,6 +458,53 @@ def test_what_is_too_far_is_not_used(toy):
     assert len(profiles.nearest(toy, gemm(64 * 1000), H200, 3)) == 1
 
 
+H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
+A100 = dataclasses.replace(H200, name="NVIDIA A100", capability=(8, 0))
+
+
+def save_for(device, *entries):
+    provenance = {"gpu": device.name, "capability": device.capability, "source": "0123456789ab"}
+    entries = [dataclasses.replace(one, provenance=provenance) for one in entries]
+    return profiles.save(profiles.user_folder(), device, "gemm", entries)
+
+
+def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
+    save(entry(gemm(), tile=8), entry(gemm(90), tile=2))
+    found = find(toy, gemm(), H100)
+    assert (found.config.tile, found.source, found.entry.gpu) == (8, "nearest", "NVIDIA H200")
+    assert profiles.exact(toy, gemm(), H100) is None  # no time of the H200's is the H100's
+    assert find(toy, gemm(), A100).source == "default"
+    save_for(H100, entry(gemm(90), tile=4))
+    assert find(toy, gemm(90), H100).source == "tuned"
+    assert find(toy, gemm(), H100).config.tile == 8  # the very problem, before a near one
+    assert find(toy, gemm(), H200).source == "tuned"
+    # Another device counts as another field that differs.
+    assert find(toy, gemm(88), H100).config.tile == 4
+    assert find(toy, gemm(66), H100).config.tile == 4
+    save_for(H100, entry(gemm(90 * 8), tile=1))
+    assert find(toy, gemm(64, bias=True), H100).config.tile == 4
+    assert [e.config["tile"] for e in profiles.nearest(toy, gemm(64), H100, 4)] == [4, 8, 2, 1]
+
+
+def test_kernels_of_another_device_compare_among_each_other(toy, monkeypatch):
+    fast = Toy("fast")
+    monkeypatch.setattr(registry, "kernels", lambda op: {"toy": toy, "fast": fast})
+    save(entry(gemm(), tile=2, ms=2.0), entry(gemm(), tile=4, ms=1.0, kernel="fast"))
+    told = warned(lambda: chosen(gemm(), H100))
+    assert told[0].startswith(
+        "gemm: no profile for m=64 n=64 k=64 block=32 on NVIDIA H100 80GB HBM3: that of "
+        "NVIDIA H200 is used; tune it: jetfire-tune gemm"
+    )
+    assert chosen(gemm(), H100) == ("fast", 4)
+    save_for(H100, entry(gemm(), tile=8, ms=3.0))
+    assert chosen(gemm(), H100) == ("toy", 8)  # an H200's time says nothing of an H100's
+
+
+def chosen(problem, device):
+    kernel, config = choose(GEMM, problem, device)
+    return kernel.name, config.tile
+
+
 def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(toy, monkeypatch):
     save(entry(gemm(64), tile=8), entry(gemm(70), tile=4), entry(gemm(80), tile=2))
     expected = {1: 10.0, 8: 10.0 * profiles.MODEL_SLACK + 0.1, 4: None, 2: 9.0}
