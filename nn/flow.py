@@ -443,8 +443,8 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
 
 def _side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
     """Return the codes of the gradients of query, key and value as those of one matrix."""
-    if len({part.shape for part in parts}) == 1:
-        dq, dk, dv = parts
+    dq, dk, dv = parts
+    if dq.shape == dk.shape == dv.shape:  # compared, not hashed: sizes may be symbols
         return int8_quantize_qkv(
             dq, dk, dv, block=block, rounding="stochastic", layout="both", seed=seed
         )
