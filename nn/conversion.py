@@ -17,6 +17,7 @@ from jetfire.core.problem import Block
 from jetfire.nn import recipes
 from jetfire.nn.fallback import Fallback
 from jetfire.nn.frozen import FrozenInt8Linear
+from jetfire.nn.fused_block import say_causal
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.loss import causal_lm_loss
@@ -196,6 +197,12 @@ def _fuse(
         else:
             form.fuse(module, recipe.flow)
             fused.append(name)
+    for name, module in model.named_modules():
+        blocks = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        if isinstance(module, nn.ModuleList) and blocks and set(blocks) <= set(fused):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if hasattr(owner, "config"):
+                owner.register_forward_pre_hook(say_causal, with_kwargs=True)
     return tuple(fused), single
 
 

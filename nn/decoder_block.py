@@ -15,7 +15,7 @@ from torch import nn
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import JoinedWeights, Setting, flowed, product_of
-from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, stream_of
+from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, mask_of, stream_of
 from jetfire.nn.linear import Int8Linear
 
 # Layer → module of `transformers.models`: attention with q_proj, k_proj, v_proj and o_proj, an MLP
@@ -56,6 +56,7 @@ class DecoderBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the hidden states, batch×length×width, bf16."""
         kwargs |= dict(zip(_POSITIONAL, args, strict=False))
+        kwargs["attention_mask"] = mask_of(kwargs.get("attention_mask"))
         if not in_bf16(hidden_states.device.type) or _why_not_now(self) is not None:
             singly: torch.Tensor = super().forward(hidden_states, **kwargs)
             return singly

@@ -23,7 +23,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import Setting, flowed, product_of
-from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, stream_of
+from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, mask_of, stream_of
 from jetfire.nn.linear import Int8Conv1D
 
 # The forms of its activation functions.
@@ -63,6 +63,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states, batch×length×width, bf16."""
+        attention_mask = mask_of(attention_mask)
         singly = encoder_hidden_states is not None or not in_bf16(hidden_states.device.type)
         if singly or not _layers_allow(self):
             found: torch.Tensor = super().forward(

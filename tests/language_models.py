@@ -1,6 +1,8 @@
 """What tests of fused blocks do with a small language model of `transformers`, on the CPU."""
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 TOKENS = 96
 
@@ -44,3 +46,30 @@ def error(ours, theirs):
 def near(ours, theirs, most):
     for name, gradient in ours.items():
         assert error(gradient, theirs[name]) < most, name
+
+
+def compiled(model, **options):
+    """Compile a model for a backend that keeps its graphs, forward and backward; return those."""
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    model.compile(backend=aot_autograd(fw_compiler=compiler), **options)
+    return graphs
+
+
+def calls(graphs, name):
+    """Return the calls of operators whose names hold some text."""
+    nodes = (node for graph in graphs for node in graph.graph.nodes)
+    return [node for node in nodes if node.op == "call_function" and name in str(node.target)]
+
+
+def attends_causally(graphs):
+    """Return whether attention in some graphs is causal and has no mask."""
+    found = calls(graphs, "scaled_dot_product")
+    kinds = {(True in n.args, n.kwargs.get("attn_mask") is None) for n in found}
+    assert kinds in ({(True, True)}, {(False, False)})
+    return kinds == {(True, True)}

@@ -8,7 +8,16 @@ import torch
 
 from jetfire.nn import AdamW, Int8LlamaBlock, Recipe, Stream, convert, flow
 from jetfire.nn.decoder_block import FAMILIES, DecoderBlock
-from jetfire.tests.language_models import Doubled, batch, error, logits, near, step
+from jetfire.tests.language_models import (
+    Doubled,
+    attends_causally,
+    batch,
+    compiled,
+    error,
+    logits,
+    near,
+    step,
+)
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -222,6 +231,52 @@ def test_compiles_whole(kind):
     loss, gradients = step(made, use_cache=False)
     assert loss == pytest.approx(other, abs=0.01)
     near(gradients, theirs, 0.12)
+
+
+PACKED = {"position_ids": torch.arange(32).remainder(20).expand(2, 32)}
+PADDED = {"attention_mask": (torch.arange(32) > 7).expand(2, 32).long()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "given", "causal"),
+    [
+        *((kind, {}, {}, True) for kind in KINDS),
+        ("Llama", {}, PACKED, False),
+        ("Llama", {}, PADDED, False),
+        ("Mistral", {"sliding_window": 32}, {}, True),
+        ("Mistral", {"sliding_window": 8}, {}, False),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, {}, False),
+        ("Llama", {"attn_implementation": "eager"}, {}, None),
+    ],
+)
+def test_a_compiled_model_has_no_mask_that_is_causal_alone(kind, options, given, causal):
+    """The loss is what it is without torch.compile, where `transformers` looks at the mask."""
+    made, other = (fused(kind, **options) for _ in range(2))
+    loss, gradients = step(other, use_cache=False, **given)
+    graphs = compiled(made)
+    again, ours = step(made, use_cache=False, **given)
+    assert causal is None or attends_causally(graphs) == causal
+    assert again == pytest.approx(loss, abs=0.01)
+    near(ours, gradients, 0.12)
+
+
+def test_a_block_that_is_not_fused_has_its_mask():
+    made = model()
+    assert convert(made, fused=True, keep=["last"]).fused == ("model.layers.0",)
+    graphs = compiled(made)
+    step(made, use_cache=False)
+    assert not attends_causally(graphs)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_any_shape_compiles_to_one_graph(kv_heads):
+    made = fused(num_key_value_heads=kv_heads)
+    graphs = compiled(made, dynamic=True)
+    for shape in ((2, 32), (3, 32), (2, 24)):
+        ids = torch.randint(96, shape)
+        with torch.autocast("cpu", torch.bfloat16):
+            made(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("ours", [False, True])

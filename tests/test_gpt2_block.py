@@ -5,12 +5,18 @@ import pickle
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from jetfire.core.errors import UsageError
 from jetfire.nn import convert
-from jetfire.tests.language_models import Doubled, batch, near, step
+from jetfire.tests.language_models import (
+    Doubled,
+    attends_causally,
+    batch,
+    calls,
+    compiled,
+    near,
+    step,
+)
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -173,18 +179,33 @@ def test_compiles_whole():
     near(gradients, theirs, 0.12)
 
 
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(2, 32)}])
+def test_a_compiled_model_has_no_mask_that_is_causal_alone(given):
+    made, other = fused(), fused()
+    loss, gradients = step(other, use_cache=False, **given)
+    graphs = compiled(made)
+    again, ours = step(made, use_cache=False, **given)
+    assert attends_causally(graphs) == (not given)
+    assert again == pytest.approx(loss, abs=0.01)
+    near(ours, gradients, 0.12)
+
+
+def test_any_shape_compiles_to_one_graph():
+    made = fused()
+    graphs = compiled(made, dynamic=True)
+    for shape in ((2, 32), (3, 32), (2, 24)):
+        ids = torch.randint(96, shape)
+        with torch.autocast("cpu", torch.bfloat16):
+            made(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(graphs) == 2
+
+
 def test_a_compiler_draws_a_block_s_keys_once():
     """Inductor would draw them again for each reader: those have what an operator returned."""
-    made, graphs = fused(), []
-    torch._dynamo.reset()
-
-    def compiler(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    made.compile(backend=aot_autograd(fw_compiler=compiler))
+    made = fused()
+    graphs = compiled(made)
     step(made, use_cache=False)
-    draws = [n for g in graphs for n in g.graph.nodes if n.target is torch.ops.aten.randint.default]
+    draws = calls(graphs, "aten.randint")
     assert len(draws) == 2
     for drawn in draws:
         assert [user.target for user in drawn.users] == [torch.ops.jetfire.held.default]
