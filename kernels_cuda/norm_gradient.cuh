@@ -180,21 +180,23 @@ struct HeldAs<true> {
 };
 using Part = HeldAs<RESIDUAL>::Type;
 
-// Replace ∞ by fp32's largest number, so that a code of 0 times it is 0.
-DEVICE float finite(float x) { return x > LARGEST ? LARGEST : x; }
-
 // Take a part's dx; return the bits of the largest |value|.
 DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int row0, int column0,
                      const Arguments& p, const Lane& lane) {
   const Tile tile(shared.ring, stage);
-  const float x_scale = tile.scale(0, part), dy_scale = tile.scale(1, part);
+  const float x_scale = tile.scale(0, part);
+  float dy_scale = tile.scale(1, part);
+  // Times rstd it may overflow where times a small weight, too, it does not: weights take a part.
+  const float shift = dy_scale > 0x1p64f ? 0x1p64f : 1.0f;
+  dy_scale *= dy_scale > 0x1p64f ? 0x1p-64f : 1.0f;
   to.begin(row0, column0, p, lane);
   float weight[WIDE];
 #pragma unroll
   for (int j = 0; j < WIDE; j += 4) {
     const float* from = shared.weight[stage] + column_of(part) + lane.column + j;
     const float4 w = *reinterpret_cast<const float4*>(from);
-    weight[j] = w.x, weight[j + 1] = w.y, weight[j + 2] = w.z, weight[j + 3] = w.w;
+    weight[j] = w.x * shift, weight[j + 1] = w.y * shift;
+    weight[j + 2] = w.z * shift, weight[j + 3] = w.w * shift;
   }
   const int columns = p.n - column0 - lane.column;
 #pragma unroll
@@ -205,11 +207,11 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
     Row row = shared.rows[row_of(part) + lane.row_at(k)];
     // What lies beyond the matrix would hold the offset.
     if (columns <= 0) row.offset = 0;
-    const float of_dy = finite(dy_scale * row.rstd), of_x = x_scale * row.rstd * row.slope;
+    const float of_dy = dy_scale * row.rstd, of_x = x_scale * row.rstd * row.slope;
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
       const float rest = CENTERED ? fmaf(x[j], of_x, row.offset) : x[j] * of_x;
-      dx[j] = fmaf(dy[j] * of_dy, weight[j], rest);
+      dx[j] = fmaf(dy[j] * weight[j], of_dy, rest);
       if (CENTERED && !WHOLE_LANES && j >= columns) dx[j] = 0;
     }
     to.take(k, dx);

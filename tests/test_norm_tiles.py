@@ -224,6 +224,20 @@ def test_extreme_values(form, device, out_block):
 
 
 @pytest.mark.gpu
+def test_a_factor_out_of_range_meets_small_weights(form, device):
+    """The scale of dy times rstd is 2^130, and times a weight, too, 2^110 at the most."""
+    problem = problem_of(form, 300, 272, layout="both")
+    inputs = op_of(form).inputs(problem, device)
+    inputs["dy_scale"].fill_(2.0**120)
+    inputs["x_scale"].fill_(2.0**-17)
+    inputs["rstd"].fill_(2.0**10)
+    inputs["weight"].mul_(2.0**-20)
+    if "mean" in inputs:
+        inputs["mean"].fill_(2.0**-12)
+    verified(form, problem, inputs)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1, 16])
 def test_strided_and_unaligned(form, device, offset):
     problem = problem_of(form, 300, 1024, layout="both")
