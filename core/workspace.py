@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -77,14 +78,28 @@ def _counters(device: torch.device, count: int) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             return _captured(device, index, count)
         if _left.get(index, 0) < _ARENA // 4:
-            _arenas.setdefault(index, []).append(
-                torch.zeros(_ARENA, dtype=torch.int32, device=device)
-            )
+            _arenas.setdefault(index, []).append(_lasting(index, _ARENA))
             _left[index] = _ARENA
-            torch.cuda.synchronize(index)  # a graph on another stream may be the first to use it
         key = (index, torch.cuda.current_stream(index).cuda_stream)
         have = _by_stream.get(key)
         if have is None or have.numel() < count:
-            have = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-            _by_stream[key] = have
+            have = _by_stream[key] = _lasting(index, max(count, 4096))
         return have
+
+
+def _lasting(index: int, count: int) -> torch.Tensor:
+    """Return zeros that any stream may read, allocated by a thread of its own.
+
+    While torch.compile's CUDA graphs (mode reduce-overhead) warm up, what their thread allocates
+    lies in their pool of memory, in which they refuse whatever is no output of theirs.
+    """
+
+    def zeros() -> torch.Tensor:
+        stream = torch.cuda.Stream(index)
+        with torch.cuda.stream(stream):
+            made = torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+        stream.synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(zeros).result()

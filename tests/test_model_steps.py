@@ -377,14 +377,18 @@ def test_the_whole_way_on_the_gpu():
     notes: list[str] = []
     made = ModelBench(Device.parse("cuda"), notes.append, rounds=3, sample_ms=5.0, power_ms=0.0)
     sizes = {**GQA, "width": "256", "hidden": "512", "batch": "4", "context": "256"}
+    recipes = ["int8", "int8-fused"]
     for run in cases.RUNS:
         case = bench.case_of(
-            "hf:llama-8x2048", [*words(sizes), f"run={run}"], ["int8"], made.device
+            "hf:llama-8x2048", [*words(sizes), f"run={run}"], recipes, made.device
         )
-        row, *peers = made.measure(case)
-        assert row.ok, row.error
-        assert {"eager", "compile", "reduce_overhead"} <= {peer.kernel for peer in peers}, notes
-        assert row.vs_peer.keys() == {peer.kernel for peer in peers}
+        *rows, eager, compiled, graphs = made.measure(case)
+        assert [row.kernel for row in rows] == recipes, notes
+        names = [peer.kernel for peer in (eager, compiled, graphs)]
+        assert names == ["eager", "compile", "reduce_overhead"], notes
+        for row in rows:
+            assert row.ok, row.error
+            assert [*row.vs_peer] == names
 
 
 def test_named_models_need_transformers(monkeypatch, capsys):
