@@ -231,9 +231,10 @@ class Gemm(StandardOp):
         return {name: v for name, v in fields.items() if codes or name != "out_block"}
 
     def timed(self) -> list[Timed]:
-        """Return 8192³ with each output, ragged, as wgrad; models and squares; each schedule."""
+        """Return 8192³ with each output, ragged, as wgrad; models, squares, few rows; schedules."""
         square, bf16 = {"m": [8192]}, ("cublas_bf16",)
         codes = {"out": ["int8"], "rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}
+        flow = {"out": ["int8"], "out_block": ["32"]}
         targets = partial(Timed, "targets", turn=2)
         ragged = {"m": [8191], "n": [8193], "k": [8200]}
         deep = {"m": [4096], "n": [4096], "k": [8192]}
@@ -256,6 +257,11 @@ class Gemm(StandardOp):
             wgrad(settings={"out": ["fp32"], "accumulate": ["true"]}),
             Timed("gemm", sizes={"m": [512, *workloads.SQUARES]}),
             *(models(workload=name) for name in workloads.MODELS),
+            *(
+                models(workload=name, modes=("fwd",), blocks=("128",), settings=flow)
+                for name in workloads.MODELS
+            ),
+            models(workload="deepgemm", modes=("fwd",), blocks=("128",)),
             *(promotion(data=data) for data in PROMOTION_DATA),
         ]
 
