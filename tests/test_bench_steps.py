@@ -119,6 +119,10 @@ def test_a_wrong_gradient_is_told_as_noise_or_as_a_part_that_is_missing(scale, n
     assert f"relative error 0.5 ({along} along it) against BF16 eager's" in found.wrong
     assert not bench.compared({**exact, "qkv.weight": 1 + 0.3 * across}, exact).wrong
     assert bench.compared({**exact, "qkv.weight": 0.9 + 0.3 * across}, exact).wrong
+    # Forward's rounding moves what came through attention, and that alone.
+    for name, wrong in (("qkv.weight", False), ("fc1.weight", True)):
+        theirs = {name: torch.ones(64, 64)}
+        assert bool(bench.compared({name: 0.93 + 0.3 * across}, theirs).wrong) == wrong
 
 
 def test_work_is_counted_as_documented():

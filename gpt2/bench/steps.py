@@ -65,6 +65,10 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.002, 0.2
 # 0.08 at 512 and 0.12 at 2048, of which 0.01 is along, and by 0.29 at 4096. So what is right to
 # this part along BF16 eager's may be off by more; a part left out, or added, is off along it.
 UNBIASED, NOISE_TOLERANCE = 0.05, 0.4
+# The same of what came through attention alone. There the forward's rounding moves the gradient
+# too, in any implementation: the more, the wider (0.01 at 512, both ours and with operands rounded
+# in torch; 0.05 at 4096).
+ATTENTION_UNBIASED = 0.08
 # Of a gradient in 4 bits: how far from 1 is its part along BF16 eager's, over that one's norm. Most
 # of its error, of 0.3 to 1.8, is noise, which lies across. Models of 2 to 24 layers are off by up
 # to 0.19; `int4-naive`, which rounds to nearest and so has a bias, by 0.36 in Llama's gated MLP, on
@@ -120,7 +124,7 @@ def compared(
         if noisy:
             off, what = along, "relative error along it"
             limit = ATTENTION_TOLERANCE if name.endswith(attention) else ALONG_TOLERANCE
-        elif along <= UNBIASED:
+        elif along <= (ATTENTION_UNBIASED if name.endswith(attention) else UNBIASED):
             limit = NOISE_TOLERANCE
         errors.append(off)
         noises.append(error)
