@@ -30,6 +30,10 @@ from jetfire.core import environment, files, profiles
 TIMEOUT_S = 120.0  # of an import; torch's took 20 s on two busy cores
 LEAST_FREE = 2 * 2**30  # bytes for compiled kernels and profiles
 CUDA_PACKAGES = "pip install 'jetfire[cuda]'"
+PERMIT = (  # what has this user read counters
+    "run as root (a container with --cap-add SYS_ADMIN), or load the driver with "
+    "NVreg_RestrictProfilingToAdminUsers=0"
+)
 PARAMETERS, STATUS = Path("/proc/driver/nvidia/params"), Path("/proc/self/status")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)
 _MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR (cuda.h)
@@ -224,7 +228,12 @@ def _compiles(variable: str, names: Sequence[str], source: str, needed: str) -> 
     return found
 
 
-def _ncu() -> str:
+def ncu() -> str:
+    """Return the version of Nsight Compute.
+
+    Raises:
+        BrokenError: it is missing, or does not run.
+    """
     remedy = "install Nsight Compute (of the CUDA toolkit), and put ncu on the PATH"
     if shutil.which("ncu") is None:
         raise BrokenError("no ncu on the PATH", remedy)
@@ -233,10 +242,6 @@ def _ncu() -> str:
 
 def _counters() -> str:
     """Return who may read a GPU's counters, by the driver's parameter and our capabilities."""
-    remedy = (
-        "run as root (a container with --cap-add SYS_ADMIN), or load the driver with "
-        "NVreg_RestrictProfilingToAdminUsers=0"
-    )
     try:
         restricted = "RmProfilingAdminOnly: 1" in PARAMETERS.read_text()
         capable = re.search(r"^CapEff:\s*([0-9a-f]+)$", STATUS.read_text(), re.MULTILINE)
@@ -245,7 +250,7 @@ def _counters() -> str:
             f"{error.filename}: {error.strerror}", "install NVIDIA's driver"
         ) from None
     if restricted and not (capable and int(capable[1], 16) & _SYS_ADMIN):
-        raise BrokenError("the driver lets administrators alone read them", remedy)
+        raise BrokenError("the driver lets administrators alone read them", PERMIT)
     return "for administrators, of whom this is one" if restricted else "for everybody"
 
 
@@ -284,7 +289,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "NVRTC": _nvrtc,
     "C compiler": lambda: _compiles("CC", ("gcc", "clang"), "a.c", "Triton needs"),
     "C++ compiler": lambda: _compiles("CXX", ("c++",), "a.cpp", "launches without Python need"),
-    "ncu": _ncu,
+    "ncu": ncu,
     "counters": _counters,
     "cache": _cache,
     "profiles": lambda: _writable(profiles.user_folder(), "JETFIRE_PROFILES"),
