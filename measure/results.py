@@ -29,12 +29,31 @@ CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
 # Bounds well within those of floats, so that no quotient of two measurements overflows: a time is
 # from a femtosecond to thirty years.
 Milliseconds = Annotated[float, Field(ge=1e-12, le=1e12)]
-Amount = Annotated[float, Field(ge=0, le=1e15)]
+MOST_AMOUNT = 1e15
+Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT)]
 Ratio = Annotated[float, Field(ge=1e-15, le=1e15)]
 Decibels = Annotated[float, Field(ge=-1e4, le=1e4)]
 # A commit, and whether what was measured differed from it.
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40,64}\+?$")]
 Gibibytes = Annotated[dict[Name, Amount | None], most(100)]
+# Counters of a profiler (`measure.ncu`): each a number, but for the names of what was launched.
+# Those of stalls are warps that wait for that reason, for each instruction that is issued.
+LAUNCHED, STALL = "kernels", "stall_"
+
+
+def _numbers(value: dict[str, Any]) -> dict[str, Any]:
+    """Return counters as they are.
+
+    Raises:
+        ValueError: one is a text where it is to be a number, or the other way.
+    """
+    for name, entry in value.items():
+        if isinstance(entry, str) != (name == LAUNCHED):
+            raise ValueError(f"{name}: {'text' if name == LAUNCHED else 'a number'}")
+    return value
+
+
+Counters = Annotated[dict[Name, Amount | Line], most(100), AfterValidator(_numbers)]
 
 
 class Peaks(TypedDict):
@@ -68,7 +87,10 @@ class DeviceRecord(TypedDict, total=False):
 
 
 class Extra(TypedDict, total=False):
-    """Fields that only some rows have: times of stages in milliseconds, and memory in GiB."""
+    """Fields that only some rows have.
+
+    Times of stages in milliseconds, memory in GiB, and the counters of `measure.ncu`.
+    """
 
     stages: Annotated[dict[Name, Milliseconds], most(100)]
     noise: Amount | None
@@ -77,6 +99,7 @@ class Extra(TypedDict, total=False):
     peer_peak_gib: Gibibytes
     peer_activation_gib: Gibibytes
     first_step_s: Amount | None
+    counters: Counters
 
 
 @dataclass(frozen=True)
@@ -110,8 +133,8 @@ class Row:
         schedule_err: ‖out − C‖/‖C‖ in fp32, C in float64 from the quantised inputs.
         export: the form of the export that was measured. It keeps the row apart from the kernel's
             own. None for most.
-        extra: further fields: `stages` (name → ms) of a kernel that has several, and those of other
-            commands (`peak_gib`, …), kept as they are.
+        extra: further fields: `stages` (name → ms) of a kernel that has several, `counters` of one
+            that was profiled, and those of other commands (`peak_gib`, …), kept as they are.
     """
 
     op: Name
