@@ -17,7 +17,7 @@ from jetfire.core import files, registry, schema
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable, write
 from jetfire.measure.results import Results, Row
-from jetfire.report import exports, int4, int8, training, tuned
+from jetfire.report import counters, exports, int4, int8, training, tuned
 from jetfire.report.chart import Chart
 from jetfire.report.plot import plot
 from jetfire.report.table import Section, Table, filled
@@ -149,7 +149,13 @@ def report(
         tuned.records(shipped, found),
         partial(tuned.plot, shipped, found, results.device),
     )
-    sections = tuned.sections(shipped, found, gains.path.name)
+    waits = Chart(
+        file.with_name(f"{file.stem}-counters.svg"),
+        [results.device, *(row.as_dict() for row in counters.counted(results.rows))],
+        partial(counters.plot, results.rows),
+    )
+    counted = counters.section(results.rows, waits.path.name)
+    sections = [counted, *tuned.sections(shipped, found, gains.path.name)]
     plots = [(chart.path.name, int8.ALTS[name]) for name, chart in charts.items()]
     texts = {file.with_suffix(".md"): page(everything, file.name, plots, sections, added.sections)}
     if readme is not None:
@@ -160,6 +166,7 @@ def report(
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
     every = [*charts.values(), *added.charts, *([gains] if shipped else [])]
+    every += [waits] if counters.counted(results.rows) else []
     undrawn = [chart for chart in every if chart.digest not in _read(chart.path)]
     if not check:
         for path in stale:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jetfire.core import registry, terminal
 from jetfire.measure.results import Row, problem_text, shape_text
+from jetfire.report import counters
 from jetfire.report.rows import fastest, grouped, varying
 from jetfire.report.table import Table
 from jetfire.report.text import (
@@ -142,8 +143,11 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
             name = f"**{row.label}** ★" if row is first else row.label
             lines.append([text, name, *(texts[column] for column in shown)])
     tables = [Table(["problem", "kernel", *shown], lines, (0, 1)), *splits(rows)]
+    tables += counters.tables(rows)
+    said = [f"- {line}" for line in counters.sentences(rows)]
     head = f"### {rows[0].op} {problem_text(varying(rows)[0])}".rstrip()
-    return "\n".join([f"{head}\n", f"{title}\n", *(table.markdown() for table in tables)])
+    parts = [f"{head}\n", f"{title}\n", *(table.markdown() for table in tables)]
+    return "\n".join([*parts, *said, *([""] if said else [])])
 
 
 def splits(rows: Sequence[Row]) -> list[Table]:
@@ -174,4 +178,6 @@ def _split(label: str, stages: Sequence[str], rows: Sequence[Row]) -> Table:
 def footnotes(rows: Sequence[Row]) -> list[str]:
     """Return what a reader must know to read the table."""
     reasons = sorted({reason for row in rows for reason in row.throttled or ()})
-    return [f"! the clock was held down while it ran: {', '.join(reasons)}"] if reasons else []
+    held = f"! the clock was held down while it ran: {', '.join(reasons)}"
+    found = [row.extra["counters"] for row in counters.counted(rows)]
+    return [*([held] if reasons else []), *counters.footnotes(found)]

@@ -1,0 +1,288 @@
+"""Counters of `measure.ncu` for a reader: a table, a chart of stalls, and what they come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetfire.measure.results import STALL, Row, shape_text
+from jetfire.report.chart import (
+    KERNEL_COLOURS,
+    SMALL,
+    canvas,
+    legend,
+    legend_height,
+    plain,
+    save,
+    verbatim,
+)
+from jetfire.report.rows import varying
+from jetfire.report.table import Section, Table
+from jetfire.report.text import NOTHING, scaled, time_text, times
+
+Counted = Mapping[str, Any]
+BUSY = 60.0  # percent of a peak, from which on it is what limits a kernel
+SAME = 0.05  # of a counter: less is no difference
+AGREES = (0.9, 1.1)  # DRAM bytes over those that the op must move
+MOST_BARS = 30  # of a chart
+SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+HEAD = (
+    "time",
+    "SM",
+    "memory",
+    "DRAM rate",
+    "tensor",
+    "DRAM",
+    "of counted",
+    "L2",
+    "conflicts",
+    "occupancy",
+    "registers",
+    "waits for",
+)
+# What a stalled warp waits for (Nsight Compute's documentation, "Warp Stall Reasons").
+REASONS = {
+    "barrier": "other warps at a barrier",
+    "branch_resolving": "a branch",
+    "dispatch_stall": "the dispatcher",
+    "drain": "its last stores",
+    "gmma": "the registers of a wgmma",
+    "imc_miss": "constants that no cache has",
+    "lg_throttle": "the queue of global memory",
+    "long_scoreboard": "global or local memory",
+    "math_pipe_throttle": "a math pipe",
+    "membar": "a memory barrier",
+    "mio_throttle": "the queue of shared memory",
+    "misc": "other things",
+    "no_instruction": "the next instruction",
+    "not_selected": "its turn",
+    "short_scoreboard": "shared memory",
+    "sleeping": "its sleep",
+    "tex_throttle": "the queue of textures",
+    "wait": "a fixed latency",
+}
+# What limits a kernel that has a share of its peak, by counter.
+_LIMITS = {"tensor_pct": "the tensor pipes", "dram_pct": "DRAM", "memory_pct": "memory's pipes"}
+_LIMITS |= {"sm_pct": "instructions"}
+# Of what two configs are compared in: what it is called, and how its value is written. A share, or
+# a count, has to be worth mentioning: beside it stands what is added to both sides of a ratio.
+_PERCENT = "{:.0f}%".format
+_COMPARED: dict[str, tuple[str, Any, float]] = {
+    "dram": ("bytes from and to DRAM", lambda v: scaled(v, SIZES), 1e4),
+    "l2_bytes": ("bytes through L2", lambda v: scaled(v, SIZES), 1e4),
+    "bank_conflicts": ("bank conflicts of shared memory", lambda v: f"{v:.0f}", 0.0),
+    "tensor_pct": ("use of the tensor pipes", _PERCENT, 2.0),
+    "sm_pct": ("use of the SMs", _PERCENT, 2.0),
+    "memory_pct": ("use of memory", _PERCENT, 2.0),
+    "occupancy_pct": ("occupancy", _PERCENT, 2.0),
+}
+_STALL_LEAST = 0.3  # warps per issue that are added to both sides of a ratio of stalls
+
+
+def counted(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that have counters."""
+    return [row for row in rows if row.extra.get("counters")]
+
+
+def stalls(counters: Counted) -> dict[str, float]:
+    """Return for what warps wait, the most first: warps per issued instruction, by reason.
+
+    Without those that are selected: it is they that issue.
+    """
+    found = {
+        name.removeprefix(STALL): value
+        for name, value in counters.items()
+        if name.startswith(STALL) and name != f"{STALL}selected"
+    }
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def reason_text(reason: str) -> str:
+    """Return ``global or local memory (long_scoreboard)``."""
+    return f"{REASONS[reason]} ({reason})" if reason in REASONS else reason
+
+
+def limiter(counters: Counted) -> str:
+    """Return in one sentence what limits a kernel."""
+    shares = {name: counters[name] for name in _LIMITS if name in counters}
+    most = max(shares, key=lambda name: shares[name], default=None)
+    waits = next(iter(stalls(counters)), None)
+    if most == "memory_pct" and shares.get("dram_pct", 0.0) > 0.95 * shares[most]:
+        most = "dram_pct"  # which is a part of it
+    if most is not None and shares[most] >= BUSY:
+        return f"limited by {_LIMITS[most]}, at {shares[most]:.0f}% of the peak"
+    if waits is not None:
+        peak = "" if most is None else f", {_LIMITS[most]} at {shares[most]:.0f}% of the peak"
+        return f"limited by latency{peak}: warps wait most for {reason_text(waits)}"
+    return "limited by what no counter says"
+
+
+def difference(winner: Counted, default: Counted) -> str:
+    """Return in one sentence in what the winner of a search differs most from the default."""
+    pairs = {
+        name: (left, right, named, written, least)
+        for name, (named, written, least) in _COMPARED.items()
+        if (left := _value(winner, name)) is not None
+        and (right := _value(default, name)) is not None
+    }
+    if "bank_conflicts" in pairs:  # a hundredth of the accesses to L2 is none to speak of
+        left, right, named, written, _ = pairs["bank_conflicts"]
+        least = 1.0 + max(winner.get("l2_bytes", 0.0), default.get("l2_bytes", 0.0)) / 128 / 100
+        pairs["bank_conflicts"] = (left, right, named, written, least)
+    waits = {"winner": stalls(winner), "default": stalls(default)}
+    for reason in dict.fromkeys([*waits["winner"], *waits["default"]]):
+        sides = (waits["winner"].get(reason, 0.0), waits["default"].get(reason, 0.0))
+        named = f"warps that wait for {reason_text(reason)}"
+        pairs[reason] = (*sides, named, lambda v: f"{v:.2f} per issue", _STALL_LEAST)
+    logs = {
+        name: abs(math.log((left + least) / (right + least)))
+        for name, (left, right, _, _, least) in pairs.items()
+        if left + least > 0 and right + least > 0
+    }
+    name = max(logs, key=lambda one: logs[one], default=None)
+    if name is None:
+        return "winner and default have no counter in common"
+    if logs[name] < math.log(1 + SAME):
+        return f"winner and default differ by less than {SAME:.0%} in every counter"
+    left, right, named, written, _ = pairs[name]
+    return f"the largest difference is in {named}: {written(left)}, the default's {written(right)}"
+
+
+def verdict(winner: Counted, default: Counted | None) -> str:
+    """Return in one sentence what a search's winner owes its time to.
+
+    Args:
+        default: the default's; the same where it won, None where it was not counted.
+    """
+    if default is None:
+        return f"the winner is {limiter(winner)}"
+    if default == winner:
+        return f"the winner is the default, {limiter(winner)}"
+    return difference(winner, default)
+
+
+def sides(winner: Counted, default: Counted | None) -> dict[str, Counted]:
+    """Return who was counted: the winner and the default, or one that is both."""
+    if default is None:
+        return {"winner": winner}
+    return {"default": default} if default == winner else {"winner": winner, "default": default}
+
+
+def _value(counters: Counted, name: str) -> float | None:
+    if name != "dram":
+        return counters.get(name)
+    parts = [counters.get(f"dram_{way}_bytes") for way in ("read", "write")]
+    return None if None in parts else math.fsum(part or 0.0 for part in parts)
+
+
+def cells(counters: Counted) -> list[str]:
+    """Return the texts of a line, below `HEAD`."""
+    shares = [_share(counters.get(f"{name}_pct")) for name in ("sm", "memory", "dram", "tensor")]
+    most = [f"{name} {value:.1f}" for name, value in list(stalls(counters).items())[:3]]
+    conflicts, registers = counters.get("bank_conflicts"), counters.get("registers")
+    return [
+        time_text(counters.get("duration_ms")),
+        *shares,
+        scaled(_value(counters, "dram"), SIZES),
+        times(counters.get("dram_of_counted")),
+        scaled(counters.get("l2_bytes"), SIZES),
+        NOTHING if conflicts is None else f"{conflicts:.0f}",
+        _share(counters.get("occupancy_pct")),
+        NOTHING if registers is None else f"{registers:.0f}",
+        ", ".join(most),
+    ]
+
+
+def _share(percent: float | None) -> str:
+    return NOTHING if percent is None else f"{percent:.0f}%"
+
+
+def table(lines: Sequence[tuple[str, str, Counted]]) -> Table:
+    """Return a table of counters.
+
+    Args:
+        lines: each with the problem, who was counted, and the counters.
+    """
+    head = ["counters of", "", *HEAD]
+    return Table(head, [[*names, *cells(one)] for *names, one in lines], (0, 1, len(head) - 1))
+
+
+def _named(rows: Sequence[Row]) -> list[tuple[str, str, Counted]]:
+    _, differing = varying(rows)
+    several = len({row.op for row in rows}) > 1
+    return [
+        (
+            " ".join([*([row.op] if several else []), shape_text(row.problem, differing)]),
+            row.label,
+            row.extra["counters"],
+        )
+        for row in rows
+    ]
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Return the table of the rows that have counters, if there are any."""
+    found = counted(rows)
+    return [table(_named(found))] if found else []
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """Return what limits each kernel that was counted."""
+    found = _named(counted(rows))
+    return [f"{problem} {name}: {limiter(one)}".strip() for problem, name, one in found]
+
+
+def footnotes(counters: Sequence[Counted]) -> list[str]:
+    """Return what a reader must know where DRAM bytes are not those that the op must move."""
+    ratios = [one["dram_of_counted"] for one in counters if "dram_of_counted" in one]
+    return [] if all(AGREES[0] <= ratio <= AGREES[1] for ratio in ratios) else [OF_COUNTED]
+
+
+OF_COUNTED = (
+    "of counted: DRAM bytes over the fewest that the op must move; less where what was written is "
+    "in the L2 cache still, more where something is read or written again."
+)
+TEXT = (
+    "Counters of Nsight Compute, of one more run of each kernel with cold caches: its time there, "
+    "percent of the peak throughput of the SMs, of the memory system and of DRAM alone, use of the "
+    "tensor pipes, bytes from and to DRAM and through L2, bank conflicts of shared memory, the "
+    "occupancy achieved, registers of a thread, and for what warps wait, in warps per issued "
+    "instruction."
+)
+
+
+def section(rows: Sequence[Row], plot: str) -> Section:
+    """Return the section of a page; without counters its table is empty."""
+    said = "\n".join(f"- {one}" for one in sentences(rows))
+    text = "\n\n".join([TEXT, f"{OF_COUNTED[:1].upper()}{OF_COUNTED[1:]}", said])
+    alt = "For what the warps of each kernel wait"
+    return Section("Why is it fast", text, tables(rows), plot, alt)
+
+
+def plot(rows: Sequence[Row], path: Path, description: str) -> None:
+    """Draw for what the warps of each kernel wait, as bars of stacked parts."""
+    named = _named(counted(rows))[:MOST_BARS]
+    bars = [(f"{problem} {name}".strip(), stalls(one)) for problem, name, one in named]
+    reasons = list(dict.fromkeys(reason for _, one in bars for reason in one))
+    height = 1.0 + 0.3 * len(bars)
+    figure = canvas(height + legend_height(reasons), "For what warps wait")
+    ax = figure.subplots()
+    left, handles = [0.0] * len(bars), []
+    for i, reason in enumerate(reasons):
+        values = [one.get(reason, 0.0) for _, one in bars]
+        colour, hatch = KERNEL_COLOURS[i % len(KERNEL_COLOURS)], "" if i < 12 else "///"
+        handles.append(
+            ax.barh(
+                range(len(bars)), values, left=left, color=colour, hatch=hatch, edgecolor="white"
+            )
+        )
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    plain(ax)
+    ax.set_yticks(range(len(bars)), [verbatim(name) for name, _ in bars], fontsize=SMALL)
+    ax.invert_yaxis()
+    ax.set_xlabel("warps that wait, per issued instruction", fontsize=SMALL)
+    ax.tick_params(axis="x", labelsize=SMALL)
+    legend(figure, handles, reasons)  # type: ignore[arg-type]
+    save(figure, path, description)
