@@ -66,6 +66,8 @@ class BenchOptions:
     dry_run: bool = False
     seed: int = 0
     rounds: int | None = None
+    profile: str | None = None
+    profile_run: bool = False
     remeasure_peaks: bool = False
     suite: str | None = None
     debug: bool = False
@@ -86,11 +88,14 @@ def bench(asked: BenchOptions) -> None:
         from jetfire.bench import suite
 
         check_suite(asked, any(timed.data is not None for _, timed in suite.entries(asked.suite)))
+    from jetfire.bench import profiling
+
     # Before torch is loaded: all names but a config's fields.
     devices.check_name(asked.device)
     plan.check_data(asked.data)
     plan.check_peers(plan.kept_peers(asked.peers) or ())
     _config(asked)
+    profiling.check(asked)
     device = devices.Device.parse(asked.device)
     from jetfire.bench import promotion, suite
     from jetfire.measure import runner
@@ -115,15 +120,19 @@ def bench(asked: BenchOptions) -> None:
         runner.check_device(work, device)
     if asked.suite not in (None, "promotion") and device.kind == "cpu":
         raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
+    if asked.profile_run:
+        profiling.run_once(work, device)
+        return
     from jetfire.measure.load import Load
 
     note_cpu(device)
+    count = profiling.counter(asked, device)
     load = Load(device)  # before the peaks: a GPU's use is read beforehand
     made = prepare(device, work[0][1], asked.remeasure_peaks)
     record = device_record(device, dict(made.peaks), made.driver)
     again = replay(asked, work[0][0])
     output = Output(asked, record, existing, kind, again, load)
-    output.collect(work, lambda item: made.measure(*item), lambda item: item[0])
+    output.collect(work, lambda item: made.measure(*item), lambda item: item[0], count)
 
 
 def _config(asked: BenchOptions) -> dict[str, str]:
@@ -153,6 +162,8 @@ def check_suite(asked: BenchOptions, own_data: bool) -> None:
     """
     names = "ops m n k workload block settings kernels config peers rounds"
     chosen = [getattr(asked, name) for name in names.split()]
+    if asked.suite in ("training", "export") and (asked.profile or asked.profile_run):
+        raise UsageError(f"--suite {asked.suite}: it is not profiled: leave out --profile")
     if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
         raise UsageError(
             f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
@@ -325,8 +336,12 @@ class Output:
         work: Sequence[T],
         measure: Callable[[T], Sequence[Row]],
         label: Callable[[T], object] = str,
+        count: Callable[[T, Sequence[Row]], Sequence[Row]] | None = None,
     ) -> None:
         """Measure one thing after another; show and save the rows, and say what is doubtful.
+
+        Args:
+            count: makes of one thing's rows those with counters.
 
         Raises:
             JetfireError: with the exit code of what went wrong.
@@ -341,7 +356,9 @@ class Output:
         interrupted = False
         try:
             for item in watch(work, label):
-                self.rows += measure(item)
+                self.rows += (rows := measure(item))
+                if count is not None and rows:
+                    self.rows[-len(rows) :] = count(item, rows)
                 if time.monotonic() - saved > SAVE_S:
                     self._save()
                     saved = time.monotonic()
@@ -365,7 +382,7 @@ class Output:
         terminal.result(results.as_dict(), lambda: self._show(results))
 
     def _show(self, results: Results) -> None:
-        from jetfire.report import show
+        from jetfire.report import counters, show
 
         form = self.asked.format or "table"
         if self.kind is None and form != "table":
@@ -377,6 +394,10 @@ class Output:
             console.print(show.table(part, narrow=console.width < 110))
             for split in show.splits(part):
                 console.print(split.rich())
+            for counted in counters.tables(part):
+                console.print(counted.rich(folded=(len(counted.head) - 1,)))
+            for line in counters.sentences(part):
+                console.print(line, soft_wrap=True)
         for line in show.footnotes(self.rows):
             console.print(line)
         console.print(self.again, soft_wrap=True, style="dim")
@@ -455,6 +476,7 @@ def replay(asked: BenchOptions, first: Case) -> str:
     pairs += [("--device", asked.device if asked.device != "auto" else None)]
     pairs += [("--seed", str(asked.seed))]
     pairs += [("--rounds", str(asked.rounds) if asked.rounds else None)]
+    pairs += [("--profile", asked.profile)]
     words += [word for pair in pairs if pair[1] for word in (pair[0], str(pair[1]))]
     return shlex.join(words)
 

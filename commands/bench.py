@@ -52,6 +52,14 @@ def run(
     rounds: Annotated[
         o.Count, o.integer("--rounds", "Samples a row (20; on the CPU 7).", 1)
     ] = None,
+    profile: o.Profile = None,
+    profile_run: Annotated[
+        bool,
+        o.flag(
+            "--profile-run",
+            "Check each kernel and run it once, in an NVTX range, for a profiler around it.",
+        ),
+    ] = False,
     remeasure_peaks: Annotated[
         bool, o.flag("--remeasure-peaks", "Measure the device's peaks anew.")
     ] = False,

@@ -358,6 +358,15 @@ Format = Annotated[Text, option("--format", "NAME", "table, json, csv or md (tab
 Rows = Annotated[File, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
 Append = Annotated[bool, flag("--append", "Add to -o FILE.json, replacing the same rows.")]
 Seed = Annotated[int, integer("--seed", "Seed.")]
+Profile = Annotated[
+    Text,
+    choice(
+        "--profile",
+        "ncu",
+        "Run what was timed once more under Nsight Compute: its counters say why it is fast.",
+        ("ncu",),
+    ),
+]
 Trials = Annotated[
     Count,
     integer("--trials", "Configs a kernel and problem, those of earlier runs included (40).", 1),
