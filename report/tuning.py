@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import files
-from jetfire.report import page
+from jetfire.report import counters, page
 from jetfire.report.page import PageChart
 from jetfire.report.table import Table
 from jetfire.report.text import NOTHING, fields_text, mean, significant, times
@@ -89,9 +89,24 @@ def _section(identifier: str, digest: Digest) -> dict[str, Any]:
             ("time spent on trials", _duration(digest.seconds)),
         ],
         "charts": _charts(identifier, digest),
+        "counted": _counted(digest),
         "trials": Table([*first, *digest.fields, "message"], trials),
         "messages": [attempt.message for attempt in digest.attempts],
         "fixed": fields_text(digest.fixed),
+    }
+
+
+def _counted(digest: Digest) -> dict[str, Any] | None:
+    """The table of counters, and what they come to; None where nothing was counted."""
+    if not (found := digest.counted):
+        return None
+    sides = list(found.values())
+    table = counters.table([("", name, one) for name, one in found.items()])
+    said = counters.verdict(sides[0], sides[-1] if "default" in found else None)
+    return {
+        "table": Table(table.head[1:], [row[1:] for row in table.rows]),
+        "said": [said, *counters.footnotes(sides)],
+        "kernels": str(sides[0].get("kernels", NOTHING)),
     }
 
 
@@ -199,6 +214,11 @@ def _charts(identifier: str, digest: Digest) -> list[PageChart]:
             no_time if digest.get("bytes") else "The study does not say what bytes it moves.",
         ),
     ]
+    if digest.counted:
+        caption = (
+            "Warps that wait for each issued instruction, by what they wait for (Nsight Compute)."
+        )
+        found.append(("stalls", charts.stalls, caption, "No warp waited for anything."))
     if digest.get("objective") == "both":
         caption = "Energy over time; nothing beats the configs on the line in both."
         found.append(("time and energy", charts.pareto, caption, no_time))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
+from jetfire.report import counters
+from jetfire.report.page import COLOURS as STALLS
 from jetfire.report.page import GRID, blank, escaped
 from jetfire.report.text import fields_text, significant
 
@@ -456,4 +458,32 @@ def pareto(digest: Digest) -> go.Figure | None:
         xaxis=_log_axis(COST["ms"], [ms(a) for a in both]),
         yaxis=_log_axis(COST["J"], [joules(a) for a in both]),
     )
+    return figure
+
+
+def stalls(digest: Digest) -> go.Figure | None:
+    """For what warps wait, a bar for the winner and one for the default, of stacked parts."""
+    bars = {name: counters.stalls(found) for name, found in digest.counted.items()}
+    reasons = dict.fromkeys(reason for found in bars.values() for reason in found)
+    if not reasons:
+        return None
+    names = list(bars)[::-1]
+    figure = blank(190 + 40 * len(names), barmode="stack")
+    for i, reason in enumerate(reasons):
+        values = [bars[name].get(reason, 0.0) for name in names]
+        text = escaped(counters.reason_text(reason))
+        shape = ("", "/", "x")[i // len(STALLS) % 3]
+        figure.add_trace(
+            go.Bar(
+                name=escaped(reason),
+                orientation="h",
+                y=names,
+                x=values,
+                hovertext=[f"{text}: {significant(value)}" for value in values],
+                hoverinfo="text",
+                marker={"color": STALLS[i % len(STALLS)], "pattern": {"shape": shape}},
+            )
+        )
+    figure.update_xaxes(title_text="warps that wait, per issued instruction", rangemode="tozero")
+    figure.update_yaxes(type="category")
     return figure

@@ -15,6 +15,7 @@ from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, Usage
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
+from jetfire.measure.ncu import Ncu
 from jetfire.measure.plan import Case
 from jetfire.report.text import significant
 from jetfire.tuner import display, unseen
@@ -115,11 +116,16 @@ def tune(asked: TuneOptions) -> None:
             lines.append(f"{target}: {space.size} configs, {legal}")
         terminal.planned(lines)
         return
+    profiler = None if asked.profile is None else Ncu.begun(first)
     with _terminated_as_interrupted(), SearchDisplay(objective, len(work)) as shown:
         session = Session(asked, objective, devices, shown)
         session.run(work)
+        if profiler is not None:
+            session.count(profiler)
     if session.tuned:
         display.show(session.tuned, first)
+    if session.counted:
+        display.show_counted(session.counted)
     if session.studies:
         _write_files(asked, session)
     _judge(session, len(work))

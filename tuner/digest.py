@@ -17,6 +17,8 @@ from typing_extensions import TypedDict
 from jetfire.core import schema
 from jetfire.core.files import Unreadable
 from jetfire.core.schema import Fields, Line, Measured, Name, NotNegative, Ratios, Scalars, most
+from jetfire.measure.results import Counters
+from jetfire.report.counters import sides
 from jetfire.report.text import fields_text
 from jetfire.tuner.strategies import can_be
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
@@ -42,6 +44,8 @@ class FinalRecord(TypedDict, total=False):
     incumbent_ms: Measured | None
     kept: bool
     vs_peer: Ratios
+    counters: Counters
+    default_counters: Counters | None
 
 
 class Where(TypedDict, total=False):
@@ -189,6 +193,13 @@ class Digest:
     def final(self) -> Mapping[str, Any] | None:
         """The final comparison, once there was one."""
         return self.get("final") or None
+
+    @property
+    def counted(self) -> dict[str, Mapping[str, Any]]:
+        """The counters of the winner and of the default, where a profiler has counted them."""
+        final = self.final or {}
+        winner = final.get("counters")
+        return sides(winner, final.get("default_counters")) if winner else {}
 
     @property
     def units(self) -> tuple[str, ...]:

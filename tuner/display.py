@@ -16,9 +16,10 @@ from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.measure.results import problem_text, shape_text
+from jetfire.report import counters
 from jetfire.report.table import Table
 from jetfire.report.text import fields_text, mean, significant, time_text, times
-from jetfire.tuner.search import FinishedSearch
+from jetfire.tuner.search import CountedSearch, FinishedSearch, SearchTarget
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
 UNITS = {"time": "ms", "energy": "J", "both": "ms·J"}
@@ -185,6 +186,41 @@ def _print(tuned: Sequence[FinishedSearch], device: Device) -> None:
     if gains:
         speed = f"{mean(gains):.3f}× the defaults' speed"
         print(f"{device.label}: {speed}, geometric mean of {len(gains)}")
+
+
+def show_counted(counted: Sequence[CountedSearch]) -> None:
+    """Give the counters of winners beside those of the defaults, and where the two differ most."""
+    found = [
+        {
+            "op": one.target.kernel.op,
+            "kernel": one.target.kernel.name,
+            "problem": one.target.case.problem.as_dict(),
+            "counters": one.winner,
+            "default_counters": one.default,
+            "said": one.said,
+        }
+        for one in counted
+    ]
+    terminal.result({"counted": found}, lambda: _print_counted(counted))
+
+
+def _print_counted(counted: Sequence[CountedSearch]) -> None:
+    lines = []
+    for one in counted:
+        sides = counters.sides(one.winner, one.default)
+        lines += [(_searched(one.target), name, found) for name, found in sides.items()]
+    table = counters.table(lines)
+    console = terminal.console(width=240)
+    console.print(table.rich(folded=(0, len(table.head) - 1)))
+    for one in counted:
+        console.print(f"{_searched(one.target)}: {one.said}", soft_wrap=True)
+    for line in counters.footnotes([found for _, _, found in lines]):
+        console.print(line, soft_wrap=True)
+
+
+def _searched(target: SearchTarget) -> str:
+    problem = target.case.problem.as_dict()
+    return f"{target.kernel.op} {shape_text(problem, problem)} {target.kernel.name}"
 
 
 def changes(config: Config, default: Config) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jetfire.core import device as devices
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import check_output
+from jetfire.measure import ncu
 from jetfire.measure.plan import Case, check_data, check_peers
 from jetfire.report.page import check_page
 from jetfire.tuner.trial import OBJECTIVES
@@ -46,6 +47,7 @@ class TuneOptions:
         for_all: one config for all problems of a kernel, by one of `FOR_ALL`.
         bits: ``same``: only configs whose outputs are bit-equal to those of the config in use.
         max_noise: what of a time is to be its noise (`measure.timer.noise`), as a share of it.
+        profile: ``ncu``: what reads the counters of the winner and the default.
         unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
         output: where what they show is written.
     """
@@ -71,6 +73,7 @@ class TuneOptions:
     for_all: str | None = None
     bits: str | None = None
     max_noise: float | None = None
+    profile: str | None = None
     keep: bool = True
     unseen: int = 0
     output: Path | None = None
@@ -82,6 +85,7 @@ def check(asked: TuneOptions) -> None:
 
     Raises:
         UsageError: a name is none of those there are, or a file cannot be written.
+        NoDeviceError: there is no such profiler here.
     """
     devices.check_name(asked.device)
     check_data(asked.data)
@@ -97,8 +101,12 @@ def check(asked: TuneOptions) -> None:
             raise unknown(f"{option} {name}", name, known)
     if asked.for_all and (asked.unseen or asked.missing or asked.shard != (0, 1)):
         raise UsageError(f"--for-all {asked.for_all}: expected no --unseen, --missing or --shard")
+    if asked.profile and asked.unseen:
+        raise UsageError(f"--profile {asked.profile}: expected no --unseen, which keeps no winner")
     if asked.max_noise is not None and asked.objective != "time":
         raise UsageError(f"--objective {asked.objective}: expected time with --max-noise")
     check_page(asked.report)
     check_output("--record", asked.record, ".json", ".json.gz")
     check_output("-o", asked.output, ".json")
+    if asked.profile is not None:
+        ncu.check(asked.device)

@@ -18,6 +18,7 @@ from jetfire.core.kernel import Config, Kernel
 from jetfire.core.profiles import Found
 from jetfire.measure.plan import Case
 from jetfire.measure.timer import Timing
+from jetfire.report import counters
 from jetfire.report.text import mean
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted
@@ -179,6 +180,24 @@ class FinishedSearch:
     final: Final
     trials: Sequence[tuple[Config, Measurement]]
     saved: bool
+
+
+@dataclass(frozen=True)
+class CountedSearch:
+    """The counters of a search's winner.
+
+    Attributes:
+        default: those of the default config; the same where it is the winner, None where it fails.
+    """
+
+    target: SearchTarget
+    winner: Mapping[str, Any]
+    default: Mapping[str, Any] | None
+
+    @property
+    def said(self) -> str:
+        """What the winner differs in from the default, else what limits it, in a sentence."""
+        return counters.verdict(self.winner, self.default)
 
 
 def costs(timing: Timing, objective: Objective) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from optuna.storages import InMemoryStorage
@@ -15,6 +16,7 @@ from jetfire.core.files import check_writable
 from jetfire.core.kernel import Config
 from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
+from jetfire.measure.ncu import Ncu, ProfilingError
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.timer import noise
 from jetfire.report.text import mean
@@ -22,6 +24,7 @@ from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
 from jetfire.tuner.search import (
+    CountedSearch,
     Final,
     FinishedSearch,
     Limits,
@@ -52,6 +55,7 @@ class Session:
     Attributes:
         studies: with their targets, those of earlier runs too.
         tuned: the searches that came to their ends; failed: the errors of others.
+        counted: of each search whose winner was profiled, its counters.
         untried: searches that there was no time for.
         stopped: what ended the session before its work, if anything did.
     """
@@ -71,6 +75,7 @@ class Session:
         self.studies: list[tuple[SearchTarget, Study]] = []
         self.tuned: list[FinishedSearch] = []
         self.failed: list[JetfireError] = []
+        self.counted: list[CountedSearch] = []
         self.untried = 0
         self.stopped: BaseException | None = None
         self._started = False
@@ -359,6 +364,38 @@ class Session:
             )
             for target, one in compared.items()
         }
+
+    def count(self, profiler: Ncu) -> None:
+        """Have a profiler count each winner and its default, those of earlier runs too."""
+        if self.stopped is not None:
+            return
+        try:
+            for target, study in self.studies:
+                final = study.optuna.user_attrs.get("final")
+                if final:
+                    self._count(target, study, final, profiler)
+        except KeyboardInterrupt as error:
+            self.stopped = error
+
+    def _count(
+        self, target: SearchTarget, study: Study, final: Mapping[str, Any], profiler: Ncu
+    ) -> None:
+        seed, data, case = self.asked.seed, self.asked.data, target.case
+        winner, default = dict(final.get("config") or {}), target.space.base.as_dict()
+        found = {}
+        for config in (winner, default) if winner != default else (winner,):
+            name = "winner" if config is winner else "default"
+            if name == "default" and final.get("default_ms") is None:
+                continue  # it fails
+            try:
+                found[name] = profiler.count(case, target.kernel.name, config, seed, data)
+            except ProfilingError as error:
+                self.display.note(f"{target}: the {name} is not profiled: {error}")
+        if "winner" in found:
+            default_too = found["winner"] if winner == default else found.get("default")
+            self.counted.append(CountedSearch(target, found["winner"], default_too))
+            counters = {"counters": found["winner"], "default_counters": default_too}
+            study.conclude({**final, **counters})
 
     def _hopeless(self, measurement: Measurement) -> bool:
         """Whether another run would change nothing; with more time it may."""

@@ -86,6 +86,7 @@ def run(
         o.Texts, o.option("--space", "FIELD=V,...", "Search only these values of a config field.")
     ] = None,
     peers: o.Peers = None,
+    profile: o.Profile = None,
     storage: Annotated[
         o.Text,
         o.option(
@@ -147,6 +148,8 @@ def run(
         max_noise=None if max_noise is None else parse_share(max_noise, "--max-noise"),
         keep=not unseen,
     )
+    if replay is not None and profile is not None:
+        raise UsageError(f"--replay {replay}: nothing runs: leave out --profile")
     options.check(asked)
     if output is not None and not unseen:
         raise UsageError(f"-o {output}: expected --unseen N, whose rows it holds")
