@@ -242,6 +242,41 @@ def test_parallel_coordinates_rank_values_and_leave_out_what_never_varies():
     assert len({t["line"]["color"] for t in lines}) == len(lines) > 1
 
 
+WINNER = {"kernels": "<b>f</b>", "dram_pct": 80.0, "stall_wait": 2.0, "stall_gmma": 1.0}
+USUAL = {"kernels": "g", "dram_pct": 80.0, "stall_wait": 6.0, "stall_selected": 1.0}
+
+
+def test_the_winner_s_stalls_stand_beside_the_default_s():
+    counted = {**FINAL, "counters": WINNER, "default_counters": USUAL}
+    page = page_of(study_of(TRIALS, final=counted))
+    figure = page.figures["study-0-stalls"]
+    found = traces(figure)
+    assert {name: dict(zip(t["y"], t["x"], strict=True)) for name, t in found.items()} == {
+        "wait": {"winner": 2.0, "default": 6.0},
+        "gmma": {"winner": 1.0, "default": 0.0},
+    }
+    assert figure["layout"]["barmode"] == "stack"
+    head, *rows = page.table("counters")
+    assert [row[0] for row in rows] == ["winner", "default"]
+    assert rows[0][head.index("DRAM rate")] == "80%"
+    assert "The largest difference is in warps that wait for a fixed latency (wait)" in page.words
+    assert "Launched: <b>f</b>" in page.words
+
+
+@pytest.mark.parametrize("default", [None, WINNER])
+def test_a_winner_may_be_counted_alone(default):
+    counted = {**FINAL, "counters": WINNER, "default_counters": default}
+    page = page_of(study_of(TRIALS, final=counted))
+    assert len(page.table("counters")) == 2
+    assert "limited by DRAM, at 80% of the peak" in page.words
+
+
+def test_a_study_without_counters_has_no_such_part():
+    page = page_of(study_of(TRIALS, final=FINAL))
+    assert "study-0-stalls" not in page.figures
+    assert "Why is it fast" not in page.words
+
+
 def test_roofline_of_a_matrix_product():
     figure = page_of(study_of(TRIALS, final=FINAL)).figures["study-0-roofline"]
     found = traces(figure)
