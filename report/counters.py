@@ -78,7 +78,9 @@ _COMPARED: dict[str, tuple[str, Any, float]] = {
     "memory_pct": ("use of memory", _PERCENT, 2.0),
     "occupancy_pct": ("occupancy", _PERCENT, 2.0),
 }
-_STALL_LEAST = 0.3  # warps per issue that are added to both sides of a ratio of stalls
+# Of all the warps that wait, the share that is added to both sides of a ratio of stalls: a reason
+# that is new, but that few wait for, is not the largest difference.
+_STALL_LEAST = 0.25
 
 
 def counted(rows: Sequence[Row]) -> list[Row]:
@@ -131,11 +133,12 @@ def difference(winner: Counted, default: Counted) -> str:
         left, right, named, written, _ = pairs["bank_conflicts"]
         least = 1.0 + max(winner.get("l2_bytes", 0.0), default.get("l2_bytes", 0.0)) / 128 / 100
         pairs["bank_conflicts"] = (left, right, named, written, least)
-    waits = {"winner": stalls(winner), "default": stalls(default)}
-    for reason in dict.fromkeys([*waits["winner"], *waits["default"]]):
-        sides = (waits["winner"].get(reason, 0.0), waits["default"].get(reason, 0.0))
+    waits = stalls(winner), stalls(default)
+    least = _STALL_LEAST * max(math.fsum(side.values()) for side in waits)
+    for reason in dict.fromkeys([*waits[0], *waits[1]]):
+        left, right = (side.get(reason, 0.0) for side in waits)
         named = f"warps that wait for {reason_text(reason)}"
-        pairs[reason] = (*sides, named, lambda v: f"{v:.2f} per issue", _STALL_LEAST)
+        pairs[reason] = (left, right, named, lambda v: f"{v:.2f} per issue", least)
     logs = {
         name: abs(math.log((left + least) / (right + least)))
         for name, (left, right, _, _, least) in pairs.items()
