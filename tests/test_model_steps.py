@@ -379,14 +379,13 @@ def test_the_whole_way_on_the_gpu():
     sizes = {**GQA, "width": "256", "hidden": "512", "batch": "4", "context": "256"}
     recipes = ["int8", "int8-fused"]
     for run in cases.RUNS:
-        case = bench.case_of(
-            "hf:llama-8x2048", [*words(sizes), f"run={run}"], recipes, made.device
-        )
-        *rows, eager, compiled, graphs = made.measure(case)
-        assert [row.kernel for row in rows] == recipes, notes
-        names = [peer.kernel for peer in (eager, compiled, graphs)]
-        assert names == ["eager", "compile", "reduce_overhead"], notes
-        for row in rows:
+        case = bench.case_of("hf:llama-8x2048", [*words(sizes), f"run={run}"], recipes, made.device)
+        rows = made.measure(case)
+        ours = [row for row in rows if row.role == "kernel"]
+        names = [row.kernel for row in rows if row.role == "peer"]
+        assert [row.kernel for row in ours] == recipes, notes
+        assert {"eager", "compile", "reduce_overhead"} <= {*names}, notes
+        for row in ours:
             assert row.ok, row.error
             assert [*row.vs_peer] == names
 

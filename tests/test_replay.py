@@ -507,8 +507,10 @@ def test_every_function_is_replayed_with_the_bits_of_python(afresh, name):
     # C++ takes over at a process's first call, and sees those after it.
     ops.int8_quantize(torch.zeros(32, 32, device="cuda"))
     for given in functions.arguments()[name]:
-        if given.get("counts") is not None:  # what rows beyond those drawn hold is not said
-            given["counts"] = torch.full_like(given["counts"], given["rows"].numel())
+        # What rows beyond those drawn hold is not said: as many are drawn as there are.
+        rows = next((given[name] for name in ("rows", "weight") if name in given), None)
+        if given.get("counts") is not None and rows is not None:
+            given["counts"] = torch.full_like(given["counts"], rows.numel())
         options = tree_map_only(torch.Tensor, torch.Tensor.cuda, given)
         before, found = build.extension().replayed(), []
         for _ in range(4):
