@@ -162,17 +162,21 @@ def _skipped(
     return {name for name in names if any(f"{name}.".startswith(f"{root}.") for root in roots)}
 
 
-def _ends(model: nn.Module) -> dict[str, str]:
-    """Return the names of the first and the last block, those of the longest list of modules."""
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's blocks by name: the modules of the longest list; empty where it has none."""
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():  # outer ones first: experts of a layer are no blocks
         inner = any(name.startswith(f"{outer}.") for outer, _ in lists)
         if isinstance(module, nn.ModuleList) and not inner:
             lists.append((name, module))
-    name, blocks = max(lists, key=lambda named: len(named[1]), default=("", ()))
-    if not len(blocks):
-        return {}
-    return {"first": f"{name}.0", "last": f"{name}.{len(blocks) - 1}"}
+    name, blocks = max(lists, key=lambda named: len(named[1]), default=("", nn.ModuleList()))
+    return {f"{name}.{i}" if name else str(i): block for i, block in enumerate(blocks)}
+
+
+def _ends(model: nn.Module) -> dict[str, str]:
+    """Return the names of the first and the last block."""
+    names = list(blocks_of(model))
+    return {"first": names[0], "last": names[-1]} if names else {}
 
 
 def _fuse(
