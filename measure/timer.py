@@ -26,6 +26,7 @@ LEAST_ROUNDS = 3
 # its first kernel starts: 50 us at 2 GHz.
 HEAD_START_CYCLES = 100_000
 Call = Callable[[], object]
+Agree = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ def input_sets(bytes_per_call: int, l2_bytes: int) -> int:
     return max(1, min(32, math.ceil(3 * l2_bytes / max(1, bytes_per_call))))
 
 
+def _own(value: float) -> float:
+    return value
+
+
 def _walk(calls: Sequence[Call], repeats: int) -> None:
     """Call over the sets in turn, holding each set's last result.
 
@@ -138,11 +143,12 @@ class _Variant:
     """A variant on a GPU, with its graph, or its calls alone where they cannot be captured."""
 
     def __init__(
-        self, calls: Sequence[Call], sample_ms: float, capture: bool, untimed: int
+        self, calls: Sequence[Call], sample_ms: float, capture: bool, untimed: int, agree: Agree
     ) -> None:
         self.calls = calls
         self.capture = capture
         self.untimed = untimed
+        self.agree = agree
         self.samples: list[float] = []
         self.clocks: list[float] = []
         self.reasons: set[str] = set()
@@ -193,7 +199,10 @@ class _Variant:
             self.graph.replay()
 
     def elapsed(self, monitor: Monitor | None = None) -> float:
-        """Return milliseconds per call of one sample; the clock is read while the device works."""
+        """Return milliseconds per call of one sample; the clock is read while the device works.
+
+        Of several processes' samples it is the longest, and none ends before all have ended.
+        """
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         _walk(self.calls, self.untimed)
         torch.cuda._sleep(HEAD_START_CYCLES)
@@ -206,7 +215,7 @@ class _Variant:
                 self.clocks.append(clock)
                 self.reasons.update(monitor.throttle_reasons() or ())
         stop.synchronize()
-        return start.elapsed_time(stop) / self.repeats
+        return self.agree(start.elapsed_time(stop) / self.repeats)
 
     def watts(self, monitor: Monitor, power_ms: float) -> float | None:
         """Return the power over at least `power_ms` without pause; None where no counter moves.
@@ -248,19 +257,22 @@ class _Rounds:
     """When to take no further samples.
 
     Attributes:
-        most, least, budget_s, max_noise: `rounds`, `least_rounds` and the rest of `time_calls`.
+        most, least, budget_s, max_noise, agree: `rounds`, `least_rounds` and the rest of
+            `time_calls`.
     """
 
     most: int
     least: int
     budget_s: float
     max_noise: float | None
+    agree: Agree
 
     def __call__(self, samples: Sequence[Sequence[float]]) -> Iterator[None]:
         """Yield as often as each variant is to be sampled, whose samples so far these are."""
         begin = time.perf_counter()
         for i in range(self.most):
-            if i >= self.least and time.perf_counter() - begin > self.budget_s:
+            spent = self.agree(time.perf_counter() - begin)
+            if i >= self.least and spent > self.budget_s:
                 return
             if self.max_noise is not None and all(noise(s) <= self.max_noise for s in samples):
                 return
@@ -279,10 +291,11 @@ def _time_cuda(
     timed: Callable[[str, Call], object],
 ) -> dict[str, Timing]:
     prepared = {
-        name: _Variant(calls, sample_ms, capture, untimed) for name, calls in variants.items()
+        name: _Variant(calls, sample_ms, capture, untimed, until.agree)
+        for name, calls in variants.items()
     }
     begin = time.perf_counter()
-    while (time.perf_counter() - begin) * 1e3 < warm_ms:
+    while until.agree((time.perf_counter() - begin) * 1e3) < warm_ms:
         for variant in prepared.values():
             variant.elapsed()
     for _ in until([variant.samples for variant in prepared.values()]):
@@ -311,7 +324,7 @@ def _time_cpu(
     def elapsed(calls: Sequence[Call], repeats: int) -> float:
         begin = time.perf_counter()
         _walk(calls, repeats)
-        return (time.perf_counter() - begin) * 1e3 / repeats
+        return until.agree((time.perf_counter() - begin) * 1e3 / repeats)
 
     repeats = {}
     for name, calls in variants.items():
@@ -343,6 +356,7 @@ def time_calls(
     least_rounds: int = LEAST_ROUNDS,
     untimed: int = 0,
     timed: Callable[[str, Call], object] = lambda name, run: None,
+    agree: Agree = _own,
 ) -> dict[str, Timing]:
     """Time variants against each other.
 
@@ -361,13 +375,16 @@ def time_calls(
             ran before it.
         timed: is told of each variant, once its time is known, its name and what runs it again: the
             very graph that was timed, or where there is none each of its calls once.
+        agree: where several processes take the same samples together, as their calls wait for each
+            other: returns the largest of their values, once all have given one. Every sample is
+            that of the slowest. With `power_ms` their calls would not be as many.
 
     Returns:
         By name, the milliseconds per call.
     """
     if not variants:
         return {}
-    until = _Rounds(rounds, least_rounds, budget_s, max_noise)
+    until = _Rounds(rounds, least_rounds, budget_s, max_noise, agree)
     if device.type == "cuda":
         with torch.cuda.device(device):
             return _time_cuda(

@@ -88,6 +88,23 @@ def test_budget_ends_rounds_early_but_not_before_the_least(clock):
     assert samples() == 50
 
 
+def test_processes_agree_on_times_and_counts(clock):
+    """Another process takes twice as long: half as many calls a sample, and its times count."""
+    asked = []
+
+    def agree(value: float) -> float:
+        asked.append(value)
+        return 2 * value
+
+    timings = time_calls(
+        {"a": [clock.call("a", 1.0)]}, CPU, rounds=50, sample_ms=8.0, budget_s=0.1, agree=agree
+    )
+    # Each round of 4 calls is known to have taken 8 ms: 100 ms have passed after the 13th.
+    assert len(clock.order) == 2 + 4 * 13
+    assert timings["a"].values == (pytest.approx(2.0),) * 13
+    assert len(asked) == 2 + 14 + 13
+
+
 def test_noise_is_half_the_interval_of_the_median():
     assert timer.noise([1.0] * 5) == math.inf  # no order statistics bound a median so surely
     assert timer.noise([1.0] * 6) == 0.0
