@@ -195,6 +195,7 @@ class TrainingBench:
                 power_ms=self.power_ms,
                 capture=False,
                 untimed=1,
+                agree=self._agreed,
             )
             for name, subject in right.items():
                 rows[name] = self._timed(case, rows[name], timings, subject)
@@ -217,7 +218,7 @@ class TrainingBench:
             role = "peer" if name in self.variants else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
-                subjects[name], probes[name] = probe(make(name), self.where)
+                subjects[name], probes[name] = self._probe(make(name))
             except Exception as error:
                 if name == EAGER:
                     raise
@@ -240,6 +241,13 @@ class TrainingBench:
                 if found.wrong:
                     self.note(f"{case}: {name} is wrong: {found.wrong}")
         return subjects, {n: replace(p, outputs={}) for n, p in probes.items()}, rows
+
+    def _probe(self, make: Callable[[], Subject]) -> tuple[Subject, Probe]:
+        return probe(make, self.where)
+
+    def _agreed(self, value: float) -> float:
+        """Return the largest of all processes' values: there is one process."""
+        return value
 
     def _compared(self, case: Any, name: str, ours: Tensors, theirs: Tensors) -> Deviation:
         """Compare a recipe's first call with BF16 eager's."""
