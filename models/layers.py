@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jetfire.core.errors import JetfireError, UsageError
+from jetfire.gpt2.training.step import autocast
 from jetfire.models.sources import Batch, ModelSource, first_line
 from jetfire.models.step import loss_of, without_dropout
 from jetfire.nn import convert
@@ -134,7 +135,7 @@ def _silent() -> Iterator[None]:
 def _traced(model: nn.Module, batch: Batch, recipe: str) -> Traced:
     calls: dict[str, list[int]] = {}
     with torch.no_grad(), _noted(model, calls):
-        loss_of(model, batch, CPU)
+        loss_of(model, batch, autocast(CPU))
     modules = {name: model.get_submodule(name) for name in calls}
     tables = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     parameters = sum(parameter.numel() for parameter in model.parameters())

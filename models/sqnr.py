@@ -17,6 +17,7 @@ from torch import nn
 
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
+from jetfire.gpt2.training.step import autocast
 from jetfire.measure.peers import to_e4m3
 from jetfire.models.layers import CPU, weight_of
 from jetfire.models.sources import Batch
@@ -159,7 +160,7 @@ def measured(
     ]
     try:
         device = next((p.device for p in model.parameters()), CPU)
-        loss_of(model, batch, device).backward()
+        loss_of(model, batch, autocast(device)).backward()
     finally:
         for handle in handles:
             handle.remove()

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from jetfire.core.errors import UsageError
-from jetfire.gpt2.training.step import autocast
 from jetfire.models.sources import Batch
 
 
-def loss_of(forward: Callable[..., Any], batch: Batch, device: torch.device) -> torch.Tensor:
-    """Return the loss of a batch, a scalar; BF16 under autocast on a GPU.
+def loss_of(
+    forward: Callable[..., Any], batch: Batch, cast: AbstractContextManager[Any]
+) -> torch.Tensor:
+    """Return the loss of a batch, a scalar.
 
     Args:
         forward: the model, or the model compiled.
         batch: as `jetfire.models.sources.FunctionSource` has it.
+        cast: within which it is computed, such as autocast to BF16.
 
     Raises:
         UsageError: what comes of it is no loss.
     """
-    with autocast(device):
+    with cast:
         if isinstance(batch, Mapping):
             found = forward(**batch)
         elif isinstance(batch, list | tuple):

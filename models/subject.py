@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.bench.subjects import RATE, Subject, Tensors, in_fp8
+from jetfire.gpt2.model.tensors import whole
+from jetfire.gpt2.training.step import autocast
 from jetfire.measure.peers import COMPILES
 from jetfire.models.cases import FUSED, PEERS, RUNS, ModelCase, recipe_of
 from jetfire.models.layers import at_ends, weight_of
@@ -30,22 +34,28 @@ class ModelSubject(Subject):
 
     def __init__(self, case: ModelCase, name: str, device: torch.device, seed: int) -> None:
         self.device = device
+        self.recipe = "" if name in PEERS else name
         self.variant = PEERS.get(name, RUNS[case.run])
         self.counts = self.variant.mode is None
         torch.manual_seed(seed)  # the same parameters and batch for every variant
         self.model, self.batch = case.source.make(device)
         without_dropout(self.model)
-        if name not in PEERS:
+        if self.recipe:
             _convert(self.model, name, case.source.name)
         if self.variant.fp8 is not None:
             with_linear_in_fp8(self.model, self.variant.fp8, case.layers)
-        self.optimizer: torch.optim.AdamW = self._optimizer()
-        self.forward: Callable[..., object] = self.model
         if self.variant.compiled:
             # Beyond its limit Dynamo runs eagerly, and says little: variants share their code.
             config = torch._dynamo.config
             config.recompile_limit = max(COMPILES, config.recompile_limit)
-            self.forward = torch.compile(self.model, mode=self.variant.mode)
+        self.forward = self._prepared()
+        self.optimizer: torch.optim.AdamW = self._optimizer()
+
+    def _prepared(self) -> Callable[..., object]:
+        """Return what is called for the loss; where parameters are replaced, it is done here."""
+        if self.variant.compiled:
+            return torch.compile(self.model, mode=self.variant.mode)
+        return self.model
 
     def _optimizer(self) -> torch.optim.AdamW:
         """Fused; what is launched as it is has its weights' codes made in the update."""
@@ -54,16 +64,24 @@ class ModelSubject(Subject):
             return torch.optim.AdamW(parameters, lr=RATE, fused=True)
         return AdamW(parameters, lr=RATE, model=self.model)
 
+    def _cast(self) -> AbstractContextManager[Any]:
+        """Return that within which forward runs."""
+        return autocast(self.device)
+
+    def _of_all(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the losses of all processes: there is one process."""
+        return loss
+
     def _gradient(self) -> torch.Tensor:
         """Add the batch's gradient to what is there; return the loss."""
         if self.variant.mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
-        loss = loss_of(self.forward, self.batch, self.device)
+        loss = loss_of(self.forward, self.batch, self._cast())
         loss.backward()
         return loss.detach().clone()  # of a CUDA graph's own memory, which the next call takes
 
     def first(self) -> Tensors:
-        loss = self._gradient()
+        loss = self._of_all(self._gradient())
         found = {"loss": loss, **_gradients(self.model)}
         self.optimizer.step()
         self.loss = float(loss)
@@ -80,7 +98,7 @@ class ModelSubject(Subject):
 
     def fault(self) -> str:
         """Return what is wrong where the loss has not fallen; else nothing."""
-        return self.risen(float(self.call()))
+        return self.risen(float(self._of_all(self.call())))
 
 
 def _convert(model: nn.Module, name: str, whose: str) -> None:
@@ -105,7 +123,7 @@ def _gradients(model: nn.Module) -> Tensors:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and parameter.dim() == 2
     }
-    return {name: found[name].clone() for name in at_ends(found)}
+    return {name: whole(found[name]).clone() for name in at_ends(found)}
 
 
 def with_linear_in_fp8(model: nn.Module, recipe: str, layers: Iterable[str]) -> None:
