@@ -100,6 +100,7 @@ class Extra(TypedDict, total=False):
     peer_activation_gib: Gibibytes
     first_step_s: Amount | None
     counters: Counters
+    gathered_of_fp32: Amount | None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetfire.core.errors import unknown
+from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2.bench.cases import COMPILE, EAGER, INT8, MEASURED, TorchVariant, peers_of
 from jetfire.gpt2.training import settings
 from jetfire.models import sources
@@ -15,11 +15,14 @@ from jetfire.nn.recipes import Recipe
 from jetfire.nn.recipes import get as recipe_by_name
 
 OP = "model_step"
+SET = ("run", "parallel")  # what a bench's `--set` says beside sizes
 # What `convert` replaces has one block: `int8` and `int8-block128` are the same.
 RECIPES = ("int8",)
 # Ends the name of a recipe whose layers are not only converted, but their blocks fused.
 FUSED = "-fused"
 REDUCE_OVERHEAD = "reduce_overhead"
+# How a model is spread over processes, `parallel` of its problem; where it is not, there is none.
+FSDP = "fsdp"
 # How a recipe's step is run, `run` of its problem; torch's own in BF16 is measured in each.
 RUNS = {
     COMPILE: TorchVariant(COMPILE),
@@ -36,6 +39,8 @@ PEERS = {
         TorchVariant("fp8_rowwise", fp8="rowwise"),
     )
 }
+# CUDA graphs hold no collectives that FSDP2's hooks launch.
+SPREAD_PEERS = {name: variant for name, variant in PEERS.items() if variant.mode is None}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class ModelCase:
         layers: names of the linear layers that a recipe replaces.
         tokens: the most rows of a linear layer's input.
         flops: of the linear layers' products, forward and backward; attention's are not counted.
+        parallel: how the model is spread over `processes`, `FSDP`; empty where there is one. Batch,
+            tokens and flops are those of each.
     """
 
     source: ModelSource
@@ -55,13 +62,16 @@ class ModelCase:
     layers: Sequence[str] = ()
     tokens: int = 0
     flops: float = 0.0
+    parallel: str = ""
+    processes: int = 1
 
     @property
     def op(self) -> str:
         return OP
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self.source.fields(), "run": self.run}
+        spread = {"parallel": self.parallel, "processes": self.processes} if self.parallel else {}
+        return {**self.source.fields(), "run": self.run, **spread}
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
@@ -100,16 +110,49 @@ def run_of(changes: Mapping[str, str]) -> tuple[str | None, dict[str, str]]:
     return run, rest
 
 
-def check(word: str, texts: Sequence[str], recipes: Sequence[str], peers: Sequence[str]) -> None:
+def parallel_of(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """Return how a model is to be spread, empty where nothing says, and the other texts of `--set`.
+
+    Raises:
+        UsageError: a model is not spread that way, or a step not run so then.
+    """
+    changes = settings.split(texts)
+    parallel = changes.pop("parallel", "")
+    if parallel and parallel != FSDP:
+        raise unknown(f"--set parallel={parallel}", parallel, [FSDP])
+    if parallel and changes.get("run") == REDUCE_OVERHEAD:
+        raise UsageError(
+            f"--set run={REDUCE_OVERHEAD} parallel={parallel}: expected run={COMPILE} or {EAGER}"
+        )
+    return parallel, [f"{name}={text}" for name, text in changes.items()]
+
+
+def check_bench(
+    word: str, texts: Sequence[str], recipes: Sequence[str], peers: Sequence[str]
+) -> str:
+    """Refuse what can be refused of a bench before torch is loaded; return its `parallel`.
+
+    Raises:
+        UsageError: as `parallel_of` and `check` say.
+    """
+    parallel, rest = parallel_of(texts)
+    check(word, rest, recipes, SET)
+    peers_of(peers, SPREAD_PEERS if parallel else PEERS)
+    return parallel
+
+
+def check(
+    word: str, texts: Sequence[str], recipes: Sequence[str], others: Sequence[str] = SET[:1]
+) -> None:
     """Refuse what can be refused before torch is loaded.
 
     Args:
         texts: of `--set`.
+        others: as of `jetfire.models.sources.parse`.
 
     Raises:
-        UsageError: there is no such model, size, recipe or peer.
+        UsageError: there is no such model, size or recipe.
     """
     _, changes = run_of(settings.split(texts))
-    sources.parse(word, changes)
+    sources.parse(word, changes, others=others)
     recipes_named(recipes)
-    peers_of(peers, PEERS)

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -334,12 +334,18 @@ def named_here(word: str) -> bool:
     return ":" in word or word.endswith(".json")
 
 
-def parse(word: str, changes: Mapping[str, str], presets: bool = False) -> ModelSource:
+def parse(
+    word: str,
+    changes: Mapping[str, str],
+    presets: bool = False,
+    others: Sequence[str] = ("run",),
+) -> ModelSource:
     """Return the source of a word, some of its sizes changed; no torch is loaded.
 
     Args:
         changes: sizes by name, as texts.
         presets: whether those of `jetfire train` are accepted too.
+        others: what a user may set beside sizes.
 
     Raises:
         UsageError: it names nothing, or a size is out of bounds.
@@ -353,28 +359,32 @@ def parse(word: str, changes: Mapping[str, str], presets: bool = False) -> Model
         if name not in NAMED:
             raise unknown(f"no model {word!r}", word, names())
         config, batch, context = NAMED[name]
-        return _sized(ConfigSource(word, config, batch=batch, context=context), changes)
+        source = ConfigSource(word, config, batch=batch, context=context)
+        return _sized(source, changes, others)
     if word.endswith(".json"):
         path = Path(word)
-        return _sized(ConfigSource(path.name, schema.load(path, _Config, MIB)), changes)
+        return _sized(ConfigSource(path.name, schema.load(path, _Config, MIB)), changes, others)
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", word):
         for name, text in changes.items():
-            raise UsageError(f"--set {name}={text}: {word} has its own sizes: expected run alone")
+            raise UsageError(
+                f"--set {name}={text}: {word} has its own sizes: expected {' or '.join(others)} "
+                "alone"
+            )
         return FunctionSource(word)
     known = [*names(), *(PRESETS if presets else ())]
     raise unknown(f"no model {word!r}", word, known, ", a config.json or MODULE:FUNCTION")
 
 
-def _sized(source: ConfigSource, changes: Mapping[str, str]) -> ConfigSource:
+def _sized(source: ConfigSource, changes: Mapping[str, str], others: Sequence[str]) -> ConfigSource:
     bounds = {**{name: most for name, (_, most) in SIZES.items()}, **BATCH}
-    sizes = {name: _size(name, text, bounds) for name, text in changes.items()}
+    sizes = {name: _size(name, text, bounds, others) for name, text in changes.items()}
     batch, context = sizes.pop("batch", source.batch), sizes.pop("context", source.context)
     return replace(source, sizes=sizes, batch=batch, context=context)
 
 
-def _size(name: str, text: str, bounds: Mapping[str, int]) -> int:
+def _size(name: str, text: str, bounds: Mapping[str, int], others: Sequence[str]) -> int:
     if name not in bounds:
-        raise unknown(f"--set {name}={text}", name, [*bounds, "run"])
+        raise unknown(f"--set {name}={text}", name, [*bounds, *others])
     if not re.fullmatch("[0-9]{1,18}", text) or not 1 <= int(text) <= bounds[name]:
         raise UsageError(f"--set {name}={text}: expected an integer from 1 to {bounds[name]}")
     return int(text)

@@ -51,6 +51,8 @@ class ModelStepProblem(TypedDict):
     run: Line
     batch: NotRequired[Size]
     context: NotRequired[Size]
+    parallel: NotRequired[Line]
+    processes: NotRequired[Size]
 
 
 def problem_text(row: Row) -> str:
@@ -58,7 +60,8 @@ def problem_text(row: Row) -> str:
     p = row.problem
     if "model" in p:
         sizes = f", {p['batch']}×{p['context']} tokens" if "batch" in p else ""
-        return f"{p['model']}{sizes}, run {p['run']}"
+        spread = f", {p['parallel']} of {p['processes']}" if "parallel" in p else ""
+        return f"{p['model']}{sizes}, run {p['run']}{spread}"
     micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""
     layers = f"{p['layers']} layers" if "layers" in p else "one block"
     gated = f" ({p['hidden']}, {p['kv_heads']} of {p['heads']} heads)" if "hidden" in p else ""

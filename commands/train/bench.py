@@ -30,7 +30,7 @@ def run(
             "--set",
             "KEY=V,...",
             "layers, heads, width, batch, context, vocabulary, accumulate; of Llama and hf: "
-            "kv_heads and hidden too; of hf: run.",
+            "kv_heads and hidden too; of hf: run and parallel=fsdp.",
         ),
     ] = None,
     peers: Annotated[
@@ -67,10 +67,14 @@ def run(
     command.file_format(asked)
     chosen = recipes or ()
     if sources.named_here(case):
-        models.check(case, asked.settings, chosen, asked.peers)
-        from jetfire.models import bench as others
+        if models.check_bench(case, asked.settings, chosen, asked.peers):
+            from jetfire.models import parallel
 
-        others.bench(asked, case, chosen)
+            parallel.bench(asked, case, chosen)
+        else:
+            from jetfire.models import bench as others
+
+            others.bench(asked, case, chosen)
         return
     cases.problem_of(case, split(asked.settings))
     cases.recipes_of(chosen)

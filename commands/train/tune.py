@@ -71,7 +71,7 @@ def run(
     if sources.named_here(case):
         if corpus is not None:
             raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
-        models.check(case, settings or (), recipes or (), ())
+        models.check(case, settings or (), recipes or ())
         from jetfire.models import tuning as others
 
         others.run(asked, case, settings or (), recipes or ())
