@@ -54,7 +54,8 @@ class ShardedSubject(ModelSubject):
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=_FP32 if self.recipe else _BF16)
-        return fully_shard(self.model, mesh=mesh, mp_policy=_BF16)
+        fully_shard(self.model, mesh=mesh, mp_policy=_BF16)
+        return self.model
 
     def _optimizer(self) -> torch.optim.AdamW:
         """Torch's: each process updates its shards, and quantises them as they are gathered."""
