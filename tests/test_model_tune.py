@@ -41,7 +41,7 @@ def test_a_fused_model_asks_for_what_flows_between_the_products(monkeypatch):
     def autocast(device):  # without which a fused block calls its layers
         return torch.autocast(device.type, torch.bfloat16)
 
-    monkeypatch.setattr("jetfire.models.step.autocast", autocast)
+    monkeypatch.setattr("jetfire.models.subject.autocast", autocast)
     found = problems("int8-fused")
     assert {"add", "gelu", "layernorm", "quantize_qkv"} <= found.keys()
     assert {(p.block, p.out_block) for p in found["gelu"]} == {(32, 128)}
