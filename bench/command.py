@@ -391,7 +391,7 @@ class Output:
         console = terminal.console(width=160)
         for part in show.by_op(self.rows):
             console.print(show.heading(device_title(self.record), part), soft_wrap=True)
-            console.print(show.table(part, narrow=console.width < 110))
+            console.print(show.table(part))
             for split in show.splits(part):
                 console.print(split.rich())
             for counted in counters.tables(part):

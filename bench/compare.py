@@ -19,7 +19,7 @@ from jetfire.report.table import Table
 from jetfire.report.text import fixed, interval_text, spread_text, time_text
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from jetfire.report.fitted import FittedTable
 
 Verdict = Literal["faster", "slower", "noise", "unsure", "broken", "mended"]
 NAMED = 3  # rows of one file alone that are named; of the others the count is said
@@ -157,13 +157,13 @@ def _by_key(results: Results, config: bool) -> dict[str, Row]:
     return found
 
 
-def table(pairs: Sequence[Pair]) -> RichTable:
-    """The pairs of one op, the worst first."""
+def table(pairs: Sequence[Pair]) -> FittedTable:
+    """Return the pairs of one op, the worst first."""
     rows = [pair.after for pair in pairs]
     _, differing = varying(rows)
     several = len({row.data for row in rows}) > 1
     head = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "95%", "")
-    made = Table(head, left=(0, 1, len(head) - 1)).rich()
+    made = Table(head, left=(0, 1, len(head) - 1)).rich(folded=(0,), spare=("p20–p80", "95%"))
     styles = {
         "slower": "red",
         "broken": "red",

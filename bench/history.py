@@ -384,7 +384,9 @@ def _print(found: Sequence[Change], document: Mapping[str, Any], said: str, form
     console = terminal.console(width=160)
     console.print(said, soft_wrap=True, markup=False)
     if found:
-        console.print(table(found).rich(folded=(1,)))
+        console.print(
+            table(found).rich(folded=(0, 1), spare=("noise", "after", "device", "before"))
+        )
 
 
 def judge(found: Sequence[Change], least: float, unread: str = "") -> None:

@@ -322,8 +322,8 @@ def _print_table(summary: dict[str, Any]) -> None:
     against, unfinished = summary["against"], not summary["finished"]
     differing = ["differing"] if against else []
     columns = ("op", "kernel", "examples", "s", "configs", *COUNTED, *differing, "result")
-    every = range(len(columns))
-    table = Table(columns, left=(0, 1, every[-1])).rich(folded=every)
+    last = len(columns) - 1
+    table = Table(columns, left=(0, 1, last)).rich((last,), spare=("configs", "s", *COUNTED[::-1]))
     for pair in summary["pairs"]:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []

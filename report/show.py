@@ -23,8 +23,9 @@ from jetfire.report.text import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
     from rich.text import Text
+
+    from jetfire.report.fitted import FittedTable
 
 # The peer that a kernel's time is first compared with, after its op's own (`Op.baselines`): what
 # training uses today.
@@ -36,6 +37,18 @@ BASELINES = (
     "eager",
     "copy",
     "launch",
+)
+# What goes first where a terminal is narrow: kernel, time and error stay.
+SPARE = (
+    "p20–p80",
+    "activations GiB",
+    "peak GiB",
+    "W",
+    "MHz",
+    "SQNR dB",
+    "roofline",
+    "× peer",
+    "rate",
 )
 
 
@@ -84,11 +97,10 @@ def cells(row: Row) -> dict[str, str]:
     }
 
 
-def _shown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
+def _shown(rows: Sequence[Row]) -> list[str]:
     """Return the columns that hold something in some row."""
     texts = [cells(row) for row in rows]
-    found = [name for name in texts[0] if any(text[name] for text in texts)]
-    return [name for name in found if name not in left_out]
+    return [name for name in texts[0] if any(text[name] for text in texts)]
 
 
 def _titled(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -112,17 +124,12 @@ def heading(title: str, rows: Sequence[Row]) -> Text:
     return Text.assemble(what, terminal.styled(f"\n{title}"))
 
 
-def table(rows: Sequence[Row], narrow: bool = False) -> RichTable:
-    """Return one op's rows for the terminal, a section for each problem, the fastest marked.
-
-    Args:
-        narrow: leave out the percentiles.
-    """
-    shown = _shown(rows, ("p20–p80",) if narrow else ())
-    made = Table(shown).rich()
+def table(rows: Sequence[Row]) -> FittedTable:
+    """Return one op's rows for the terminal, a section for each problem, the fastest marked."""
+    shown = _shown(rows)
+    made = Table(shown).rich(spare=SPARE)
     for text, members in _titled(rows):
-        made.add_section()
-        made.add_row(terminal.styled(text, "cyan"))
+        made.add_section(text)
         first = best(members)
         for row in members:
             texts = cells(row)
@@ -134,7 +141,7 @@ def table(rows: Sequence[Row], narrow: bool = False) -> RichTable:
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
     """Return one op's rows as Markdown."""
-    shown = _shown(rows, ("kernel",))
+    shown = [name for name in _shown(rows) if name != "kernel"]
     lines = []
     for text, members in _titled(rows):
         first = best(members)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from jetfire.report.fitted import FittedTable
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,16 @@ class Table:
         head, *lines = ["| " + " | ".join(row) + " |" for row in rows]
         return "\n".join([head, f"|{'|'.join(rules)}|", *lines, ""])
 
-    def rich(self, folded: Collection[int] = ()) -> RichTable:
-        """Return it for the terminal, where only texts of folded columns may take several lines."""
-        from rich import box
-        from rich.table import Table as RichTable
+    def rich(self, folded: Collection[int] = (), spare: Sequence[str] = ()) -> FittedTable:
+        """Return it for the terminal, as wide as that.
 
-        made = RichTable(box=box.SIMPLE_HEAD)
-        for i, name in enumerate(self.head):
-            made.add_column(
-                name,
-                justify="left" if i in self.left else "right",
-                overflow="fold",
-                no_wrap=i not in folded,
-            )
+        Args:
+            folded: the columns whose texts may take several lines before another column goes.
+            spare: the names of columns that may be left out, in the order in which they go.
+        """
+        from jetfire.report.fitted import FittedTable
+
+        made = FittedTable(self.head, self.left, folded, spare)
         for row in self.rows:
             made.add_row(*row)
         return made

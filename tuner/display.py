@@ -155,6 +155,7 @@ COLUMNS = (
     "failed",
     "profile",
 )
+SPARE = ("failed", "trials", "× peer", "default")  # what goes first where a terminal is narrow
 
 
 def show(tuned: Sequence[FinishedSearch], device: Device) -> None:
@@ -181,7 +182,7 @@ def _record(tuned: FinishedSearch) -> dict[str, Any]:
 
 def _print(tuned: Sequence[FinishedSearch], device: Device) -> None:
     table = Table(COLUMNS, [_row(one) for one in tuned], left=(0, 1, 2, 6, 9))
-    terminal.console(width=240).print(table.rich(folded=range(len(COLUMNS))))
+    terminal.console(width=240).print(table.rich(folded=(0, 2), spare=SPARE))
     gains = [one.final.gain for one in tuned if one.final.gain is not None]
     if gains:
         speed = f"{mean(gains):.3f}× the defaults' speed"

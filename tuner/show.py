@@ -20,6 +20,7 @@ from jetfire.report.table import Table
 from jetfire.report.text import time_text, times
 
 COLUMNS = ("kernel", "problem", "config", "time", "gain", "× peer", "tuned", "state")
+SPARE = ("tuned", "× peer", "gain")  # what goes first where a terminal is narrow
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def _print(shown: Sequence[Profile]) -> None:
         text = f"{where}\n{problem_text(shared)}".rstrip()
         console.print(terminal.styled(profile.op, "bold"), text, soft_wrap=True, sep="")
         rows = [_row(profile.op, entry, shared) for entry in profile.entries]
-        console.print(Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(2,)))
+        console.print(
+            Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(1, 2), spare=SPARE)
+        )
 
 
 def _record(profile: Profile, entry: Entry) -> dict[str, Any]:

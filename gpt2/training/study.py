@@ -232,7 +232,7 @@ def show(record: StudyRecord) -> None:
 
 
 def _print(record: StudyRecord) -> None:
-    terminal.console(width=160).print(report.table(record).rich())
+    terminal.console(width=160).print(report.table(record).rich(spare=("seeds", "ms a step")))
     print(report.explained(record))
 
 
