@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Column, Table
-
 from jetfire.bench.progress import watch
 from jetfire.core import broken, registry, terminal
 from jetfire.core.device import Device, capability_of, target_device
@@ -22,15 +20,26 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.machine_code import audit
 from jetfire.measure.plan import Case
+from jetfire.report import output
+from jetfire.report.table import Table
+from jetfire.report.text import size_text
 
 # Tensor-core instructions by generation: warpgroup (sm_90), warp (sm_80), tcgen05 (sm_100).
 MATRIX = ("IGMMA", "IMMA", "QGMMA", "HGMMA", "HMMA", "UTCIMMA", "UTCQMMA", "UTCHMMA")
 
 COLUMNS = ("arch", "kernel", "function", "regs", "spills", "shared", "warps", "instrs", "matrix")
+HEAD = (*COLUMNS[:3], "registers", *COLUMNS[4:7], "instructions", "matrix")  # for people
+LEFT = (0, 1, 2, len(HEAD) - 1)
+SPARE = ("instructions", "warps")  # what goes first where a terminal is narrow
 PAUSE_S = 5.0  # between two lines of progress where there is no terminal
 
 
-def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[Device]) -> None:
+def run(
+    cases: Sequence[Case],
+    kernel_names: Sequence[str],
+    devices: Sequence[Device],
+    form: str = "table",
+) -> None:
     """Give a table per problem: a row for every function that a kernel's default config launches.
 
     Raises:
@@ -56,20 +65,28 @@ def run(cases: Sequence[Case], kernel_names: Sequence[str], devices: Sequence[De
             for case, part in found.items()
             for row in part
         ]
-        terminal.result({"audits": rows}, lambda: _print(found))
+        output.give(
+            form, {"audits": rows}, lambda: _print(found), lambda: _tables(found), lambda: rows
+        )
     if not rows:
         raise UsageError("no kernel with machine code takes these problems on these architectures")
 
 
 def _print(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> None:
     console = terminal.console(width=160)
+    for title, table in _tables(found).items():
+        console.print(terminal.styled(title, "bold"), soft_wrap=True)
+        console.print(table.rich(folded=(2, len(HEAD) - 1), spare=SPARE))
+
+
+def _tables(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> dict[str, Table]:
+    """Return a table for each problem that some kernel takes."""
+    tables = {}
     for case, rows in found.items():
-        columns = (Column(name, no_wrap=True) for name in COLUMNS)
-        table = Table(*columns, title=str(case), title_justify="left")
-        for row in rows:
-            table.add_row(*map(str, row.values()))
+        texts = [{**row, "shared": size_text(row["shared"])}.values() for row in rows]
         if rows:
-            console.print(table)
+            tables[str(case)] = Table(HEAD, [list(map(str, row)) for row in texts], LEFT)
+    return tables
 
 
 def _rows(case: Case, kernel: Kernel, device: Device) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from jetfire.core.terminal import note
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 from jetfire.measure.results import Results, Row
+from jetfire.report.output import FORMATS
 
 if TYPE_CHECKING:
     from jetfire.core.device import Device
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SAVE_S = 2.0  # a file of 2000 rows takes 50 ms to write: not after each of 500 problems
-FORMATS = ("table", "json", "csv", "md")
 PLOTS = (".png", ".svg", ".pdf")
 
 

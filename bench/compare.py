@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,8 +13,8 @@ from jetfire.core.errors import RegressionError, UsageError, WrongResultError
 from jetfire.core.terminal import note
 from jetfire.measure import noise
 from jetfire.measure.results import Results, Row, problem_text, shape_text
-from jetfire.report import show
-from jetfire.report.rows import varying
+from jetfire.report import output, show
+from jetfire.report.rows import grouped, varying
 from jetfire.report.table import Table
 from jetfire.report.text import fixed, interval_text, spread_text, time_text
 
@@ -157,44 +157,86 @@ def _by_key(results: Results, config: bool) -> dict[str, Row]:
     return found
 
 
+HEAD = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "95%", "")
+_STYLES = {
+    "slower": "red",
+    "broken": "red",
+    "faster": "green",
+    "mended": "green",
+    "noise": "dim",
+    "unsure": "dim",
+}
+
+
 def table(pairs: Sequence[Pair]) -> FittedTable:
-    """Return the pairs of one op, the worst first."""
+    """Return the pairs of one op for the terminal, the worst first."""
+    made = Table(HEAD, left=(0, 1, len(HEAD) - 1)).rich(folded=(0,), spare=("p20–p80", "95%"))
+    for pair, texts in _rows(pairs):
+        made.add_row(*texts, style=_STYLES[pair.verdict])
+    return made
+
+
+def _rows(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, list[str]]]:
+    """Yield the pairs of one op, the worst first, with the texts of its line."""
     rows = [pair.after for pair in pairs]
     _, differing = varying(rows)
     several = len({row.data for row in rows}) > 1
-    head = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "95%", "")
-    made = Table(head, left=(0, 1, len(head) - 1)).rich(folded=(0,), spare=("p20–p80", "95%"))
-    styles = {
-        "slower": "red",
-        "broken": "red",
-        "faster": "green",
-        "mended": "green",
-        "noise": "dim",
-        "unsure": "dim",
-    }
     for pair in sorted(pairs, key=_badness, reverse=True):
         data = f" data={pair.after.data}" if several else ""
-        made.add_row(
-            shape_text(pair.after.problem, differing) + data,
-            pair.after.label,
-            time_text(time_of(pair.before)),
-            spread_text(pair.before),
-            time_text(time_of(pair.after)),
-            spread_text(pair.after),
-            fixed(pair.ratio, 3),
-            interval_text(pair.interval),
-            pair.verdict,
-            style=styles[pair.verdict],
+        yield (
+            pair,
+            [
+                shape_text(pair.after.problem, differing) + data,
+                pair.after.label,
+                time_text(time_of(pair.before)),
+                spread_text(pair.before),
+                time_text(time_of(pair.after)),
+                spread_text(pair.after),
+                fixed(pair.ratio, 3),
+                interval_text(pair.interval),
+                pair.verdict,
+            ],
         )
-    return made
+
+
+def _tables(found: Match) -> dict[str, Table]:
+    """Return a table for each op, for Markdown."""
+    return {
+        op: Table(HEAD, [texts for _, texts in _rows(same)], (0, 1, len(HEAD) - 1))
+        for op, same in grouped(found.pairs, lambda pair: pair.after.op).items()
+    }
+
+
+def _lines(found: Match) -> list[dict[str, Any]]:
+    """Return a record per row of either file, for CSV; the verdict says which file lacks it."""
+    lines = [
+        {
+            "verdict": pair.verdict,
+            "ratio": pair.ratio,
+            **_named(pair.after),
+            "before_ms": time_of(pair.before),
+            "after_ms": time_of(pair.after),
+        }
+        for pair in found.pairs
+    ]
+    lines += [{"verdict": "gone", **_named(row), "before_ms": time_of(row)} for row in found.gone]
+    lines += [{"verdict": "new", **_named(row), "after_ms": time_of(row)} for row in found.new]
+    return lines
+
+
+def _named(row: Row) -> dict[str, Any]:
+    """Return what tells a row from others, for CSV."""
+    return {"op": row.op, "kernel": row.label, "data": row.data, "problem": row.problem}
 
 
 def _badness(pair: Pair) -> float:
     return float("inf") if pair.ratio is None else pair.ratio
 
 
-def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
-    """Show how B stands to A.
+def compare(
+    a: Path, b: Path, fail_on: str | None, config: bool = True, form: str = "table"
+) -> None:
+    """Show how B stands to A, in one of `report.output.FORMATS`.
 
     Raises:
         UsageError: a file cannot be read, nothing in them matches, or `fail_on` is given and they
@@ -210,7 +252,13 @@ def compare(a: Path, b: Path, fail_on: str | None, config: bool = True) -> None:
     names = list(dict.fromkeys(str(r.device.get("name")) for r in (before, after)))
     title = f"{a} → {b} on {' → '.join(names)}; ratio above 1 is slower"
     value = {"devices": names, **found.as_dict()}
-    terminal.result(value, lambda: _print(found, title, a, b))
+    output.give(
+        form,
+        value,
+        lambda: _print(found, title, a, b),
+        lambda: _tables(found),
+        lambda: _lines(found),
+    )
     if before.device.get("timer") != after.device.get("timer"):
         note("the two files were timed by different versions of the timer")
     if share is None:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist, median, median_high, median_low
-from typing import Any
 
 from jetfire.bench.compare import name_of, parse_share, time_of
 from jetfire.bench.shipped import OTHERS
 from jetfire.core import checkout, files, terminal
-from jetfire.core.errors import RegressionError, UsageError, unknown
+from jetfire.core.errors import RegressionError, UsageError
 from jetfire.core.files import Unreadable
 from jetfire.core.terminal import note
 from jetfire.measure import noise
 from jetfire.measure.results import Results, Row
+from jetfire.report import output
 from jetfire.report.page import check_page
 from jetfire.report.rows import grouped
 from jetfire.report.show import BASELINES
 from jetfire.report.table import Table
 from jetfire.report.text import share, time_text, times
 
-FORMATS = ("table", "json", "md")
 LEAST_RUNS = 2  # on either side of a change: one alone may have been disturbed
 LEAST = math.log(1.02)  # a change that is worth a line
 CHANCE = 0.001  # of a history without any change, in which one is seen all the same
@@ -348,8 +346,6 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         RegressionError: `fail_on` is given, and a slowdown by more stands.
     """
     least = None if fail_on is None else parse_share(fail_on)
-    if form not in FORMATS:
-        raise unknown(f"--format {form}", form, FORMATS)
     check_page(page)
     runs, damaged = read(paths)
     if not runs:
@@ -360,7 +356,13 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
     found = changes(every)
     said = summary(runs, every, found)
     document = {"schema": 1, "changes": records(found)}
-    terminal.result(document, lambda: _print(found, document, said, form))
+    output.give(
+        form,
+        document,
+        lambda: _print(found, said),
+        lambda: {said: table(found)},
+        lambda: records(found),
+    )
     if page is not None:
         from jetfire.report.history import render
 
@@ -374,13 +376,7 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         raise UsageError(unread)
 
 
-def _print(found: Sequence[Change], document: Mapping[str, Any], said: str, form: str) -> None:
-    if form == "json":
-        print(json.dumps(document, indent=1))
-        return
-    if form == "md":
-        print(f"{said}\n\n{table(found).markdown()}", end="")
-        return
+def _print(found: Sequence[Change], said: str) -> None:
     console = terminal.console(width=160)
     console.print(said, soft_wrap=True, markup=False)
     if found:

@@ -22,6 +22,7 @@ def run(
     arch: Annotated[
         o.Texts, o.listed("--arch", "SM,...", "Architectures (80,89,90,100).", o.ARCHITECTURES)
     ] = None,
+    format: o.Format = None,
     load: o.Load = None,
     debug: o.Debug = False,
 ) -> None:
@@ -34,4 +35,4 @@ def run(
     cases = plan.cases(request.sized(4096), terminal.note)
     from jetfire.bench import audit
 
-    audit.run(cases, kernels or (), targets)
+    audit.run(cases, kernels or (), targets, format or "table")

@@ -24,9 +24,12 @@ def run(
     ignore_config: Annotated[
         bool, o.flag("--ignore-config", "Match rows whose configs differ.")
     ] = False,
+    format: o.Format = None,
     debug: o.Debug = False,
 ) -> None:
     """Match the rows of two results files and show what got faster and slower."""
     from jetfire.bench import compare
 
-    compare.compare(before, after, fail_on_regression, config=not ignore_config)
+    compare.compare(
+        before, after, fail_on_regression, config=not ignore_config, form=format or "table"
+    )

@@ -55,9 +55,7 @@ def run(
     interpreter: Annotated[
         bool, o.flag("--interpreter", "Triton kernels on the CPU, interpreted.")
     ] = False,
-    format: Annotated[
-        str, o.choice("--format", "NAME", "table or json.", ("table", "json"))
-    ] = "table",
+    format: o.Format = None,
     output: Annotated[o.File, o.option("--output -o", "FILE", "Save as JSON.")] = None,
     seed: o.Seed = 0,
     debug: o.Debug = False,

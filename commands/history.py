@@ -20,9 +20,7 @@ def run(
             "Exit 4 if a kernel has become slower by more, e.g. 5%, and still is.",
         ),
     ] = None,
-    format: Annotated[
-        str, o.option("--format", "NAME", "table, json or md.", o.HISTORY_FORMATS)
-    ] = "table",
+    format: o.Format = None,
     report: Annotated[
         o.File, o.option("--report", "FILE.html", "Write the changes and all times as a page.")
     ] = None,
@@ -31,4 +29,4 @@ def run(
     """Find the commits at which kernels became slower, or faster, in results of many."""
     from jetfire.bench import history
 
-    history.history(paths, fail_on_regression, format, report)
+    history.history(paths, fail_on_regression, format or "table", report)

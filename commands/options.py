@@ -114,8 +114,7 @@ PEERS = _of("measure.peers", "NAMES", "none")
 WORKLOADS = _of("core.workloads", "names")
 DATA = _of("measure.data", "DISTRIBUTIONS")
 SUITES = _of("bench.suite", "NAMES")
-FORMATS = _of("bench.command", "FORMATS")
-HISTORY_FORMATS = _of("bench.history", "FORMATS")
+FORMATS = _of("report.output", "FORMATS")
 STRATEGIES = _of("tuner.options", "STRATEGIES")
 EFFORTS = _of("tuner.options", "EFFORTS")
 BITS = _of("tuner.options", "BITS")
@@ -239,12 +238,13 @@ def number(name: str, metavar: str, help: str) -> Any:
     return option(name, metavar, help, parser=parse)
 
 
-def choice(name: str, metavar: str, help: str, known: Sequence[str]) -> Any:
+def choice(name: str, metavar: str, help: str, known: Names | Sequence[str]) -> Any:
     """Return the declaration of an option that takes one of a few names."""
 
     def parse(text: str) -> str:
-        if text not in known:
-            raise unknown(f"{name} {text}", text, known)
+        names = list(known() if callable(known) else known)
+        if text not in names:
+            raise unknown(f"{name} {text}", text, names)
         return text
 
     return option(name, metavar, help, known, parser=parse)
@@ -354,7 +354,7 @@ Data = Annotated[str, option("--data", "NAME", "The inputs' distribution; list h
 Device = Annotated[
     str, option("--device", "NAME", "auto, cpu, cuda or cuda:N.", ("auto", "cpu", "cuda"))
 ]
-Format = Annotated[Text, option("--format", "NAME", "table, json, csv or md (table).", FORMATS)]
+Format = Annotated[Text, choice("--format", "NAME", "table, json, csv or md (table).", FORMATS)]
 Rows = Annotated[File, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
 Append = Annotated[bool, flag("--append", "Add to -o FILE.json, replacing the same rows.")]
 Seed = Annotated[int, integer("--seed", "Seed.")]

@@ -22,10 +22,9 @@ from jetfire.fuzz.example import Example
 from jetfire.measure import data
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from jetfire.fuzz.jobs import FuzzPlan, FuzzResults, Pair
     from jetfire.fuzz.search import PairReport
+    from jetfire.report.table import Table
 
 SCHEMA = 1
 MOST_JOBS = 8  # for a GPU
@@ -310,61 +309,78 @@ def _is_unchecked(pair: dict[str, Any]) -> bool:
 
 
 def _show(summary: dict[str, Any], form: str) -> None:
-    if form == "json":
-        terminal.result(summary, lambda: print(json.dumps(summary, indent=1)))
-    else:
-        terminal.result(summary, lambda: _print_table(summary))
+    from jetfire.report import output
+
+    about = f"seed {summary['seed']}, {summary['device']}"
+    output.give(
+        form,
+        summary,
+        lambda: _print_table(summary),
+        lambda: {about: _table(summary)},
+        lambda: [_line(pair) for pair in summary["pairs"]],
+    )
 
 
-def _print_table(summary: dict[str, Any]) -> None:
+def _line(pair: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair as CSV has it, with its failures' IDs."""
+    return {**pair, "failures": [failure["id"] for failure in pair["failures"]]}
+
+
+def _table(summary: dict[str, Any]) -> Table:
     from jetfire.report.table import Table
 
     against, unfinished = summary["against"], not summary["finished"]
     differing = ["differing"] if against else []
     columns = ("op", "kernel", "examples", "s", "configs", *COUNTED, *differing, "result")
-    last = len(columns) - 1
-    table = Table(columns, left=(0, 1, last)).rich((last,), spare=("configs", "s", *COUNTED[::-1]))
+    rows = []
     for pair in summary["pairs"]:
         counts = [str(pair["coverage"].get(name, 0)) for name in COUNTED]
         share = [f"{pair['differing']} of {pair['compared']}"] if against else []
         examples = str(pair["examples"])
-        is_short = f"{pair['op']} {pair['kernel']}" in summary["short"]
-        if pair["examples"] < (pair["asked"] or 0) and (is_short or unfinished):
+        if pair["examples"] < (pair["asked"] or 0) and (_is_short(pair, summary) or unfinished):
             examples += f" of {pair['asked']}"
-        table.add_row(
-            pair["op"],
-            pair["kernel"],
-            examples,
-            f"{pair['seconds']:.0f}",
-            str(pair["configs"]),
-            *counts,
-            *share,
-            _result(pair, is_short, against),
-        )
-    terminal.console(width=160).print(table)
+        texts = (pair["op"], pair["kernel"], examples, f"{pair['seconds']:.0f}")
+        rows.append([*texts, str(pair["configs"]), *counts, *share, _result(pair, summary)])
+    return Table(columns, rows, (0, 1, len(columns) - 1))
+
+
+def _print_table(summary: dict[str, Any]) -> None:
+    table = _table(summary)
+    spare = ("configs", "s", *COUNTED[::-1])
+    shown = replace(table, rows=()).rich((len(table.head) - 1,), spare)
+    for pair, texts in zip(summary["pairs"], table.rows, strict=True):
+        style = "" if _fault(pair, summary) is None else "red"
+        shown.add_row(*texts[:-1], terminal.styled(texts[-1], style))
+    terminal.console(width=160).print(shown)
     notes = [f"seed {summary['seed']}, {summary['device']}"]
-    notes += ["it did not finish"] if unfinished else []
+    notes += [] if summary["finished"] else ["it did not finish"]
     notes += ["the budget ended it"] if summary["out_of_time"] else []
     if elsewhere := summary["elsewhere"]:
         notes.append(f"{len(elsewhere)} kernels do not run here: {', '.join(elsewhere)}")
     terminal.note("; ".join(notes))
 
 
-def _result(pair: dict[str, Any], is_short: bool, against: str | None) -> Text:
-    """Return what the last column says of a pair."""
+def _is_short(pair: dict[str, Any], summary: dict[str, Any]) -> bool:
+    return f"{pair['op']} {pair['kernel']}" in summary["short"]
+
+
+def _fault(pair: dict[str, Any], summary: dict[str, Any]) -> str | None:
+    """Return what is wrong with a pair; None where nothing is."""
     kinds = dict.fromkeys(failure["kind"] for failure in pair["failures"])
     faults = {
         ", ".join(kinds): kinds,
-        "out of time": is_short,
+        "out of time": _is_short(pair, summary),
         "not run": not pair["examples"],
         "nothing checked": _is_unchecked(pair),
     }
-    fault = next((text for text, true in faults.items() if true), None)
-    fine = "nothing compared" if against and not pair["compared"] else "ok"
-    result = terminal.styled(fine) if fault is None else terminal.styled(fault, "red")
-    if known := pair["coverage"].get("known reports", 0):
-        result.append(f", known reports in {known}", "")
-    return result
+    return next((text for text, true in faults.items() if true), None)
+
+
+def _result(pair: dict[str, Any], summary: dict[str, Any]) -> str:
+    """Return what the last column says of a pair."""
+    fine = "nothing compared" if summary["against"] and not pair["compared"] else "ok"
+    known = pair["coverage"].get("known reports", 0)
+    return (_fault(pair, summary) or fine) + (f", known reports in {known}" if known else "")
 
 
 def reproduce(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jetfire.report.table import Section, Table
 from jetfire.report.text import NOTHING, fixed
@@ -21,6 +21,15 @@ def table(record: StudyRecord, of: str = "") -> Table:
     minus = f"minus {record['base']}'s"
     head = [f"{of}recipe", "seeds", "training loss", minus, "validation loss", minus, "ms a step"]
     return Table(head, [[name, *_row(found)] for name, found in record["recipes"].items()])
+
+
+def lines(record: StudyRecord) -> list[dict[str, Any]]:
+    """Return a record per run, for CSV."""
+    return [
+        {"recipe": name, **run}
+        for name, found in record["recipes"].items()
+        for run in found["runs"]
+    ]
 
 
 def readme(record: StudyRecord) -> Table:

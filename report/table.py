@@ -26,7 +26,7 @@ class Table:
     def markdown(self) -> str:
         rules = ("---" if i in self.left else "---:" for i in range(len(self.head)))
         rows = [self.head, *self.rows]
-        head, *lines = ["| " + " | ".join(row) + " |" for row in rows]
+        head, *lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
         return "\n".join([head, f"|{'|'.join(rules)}|", *lines, ""])
 
     def rich(self, folded: Collection[int] = (), spare: Sequence[str] = ()) -> FittedTable:
@@ -42,6 +42,11 @@ class Table:
         for row in self.rows:
             made.add_row(*row)
         return made
+
+
+def _cell(text: str) -> str:
+    """Return a text as a cell of Markdown: on one line, and with its bars as such."""
+    return text.replace("|", "\\|").replace("\n", "<br>")
 
 
 @dataclass(frozen=True)

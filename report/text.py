@@ -15,6 +15,7 @@ NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 TIMES = (("s", 1e3), ("ms", 1.0), ("µs", 1e-3), ("ns", 1e-6))
 OPERATIONS = (("TFLOP/s", 1.0), ("GFLOP/s", 1e-3), ("MFLOP/s", 1e-6), ("kFLOP/s", 1e-9))
 BYTES = (("GB/s", 1.0), ("MB/s", 1e-3), ("kB/s", 1e-6), ("B/s", 1e-9))
+SIZES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
 Units = Sequence[tuple[str, float]]
 
 
@@ -46,6 +47,11 @@ def scaled(value: float | None, units: Units) -> str:
 
 def time_text(ms: float | None) -> str:
     return scaled(ms, TIMES)
+
+
+def size_text(size: float | None) -> str:
+    """Return a number of bytes."""
+    return scaled(size, SIZES)
 
 
 def rate_text(row: Row) -> str:

@@ -1,6 +1,7 @@
 """How every command speaks: one JSON document, or few words, or more."""
 
 import contextlib
+import csv
 import io
 import json
 import sys
@@ -35,7 +36,7 @@ VERBS = {
     "completion": ("bash", "scripts"),
     "doctor": ("", "parts"),
     "tune": ("transpose --m 64 --kernel tiles --dry-run --device cpu", None),
-    "tune show": ("gemm --m 4096", "profiles"),
+    "tune show": ("gemm --block 64", "profiles"),
     "train": (f"tiny {RUN} -o run", "run settings last"),
     "train prepare": ("x.txt --tokenizer byte -o tokens", "folder"),
     "train study": ("tiny -o study", None),
@@ -120,6 +121,61 @@ def test_a_result_is_one_document(verb, here, capsys):
     assert (code, "error" in document) == (0, False), err
     assert set(keys.split()) <= set(document)
     assert all(document[key] is not None for key in keys.split())
+
+
+TABLED = ["bench", "compare", "history", "fuzz", "audit", "tune show", "train plan"]
+# Commands that take longer: their tables are given elsewhere, in `test_tuner` and `test_study`.
+LONG = ["advise", "tune", "train bench", "train tune", "train study"]
+
+
+def test_every_command_with_a_table_takes_a_format():
+    found = {verb for verb, one in COMMANDS.items() if any(p.name == "format" for p in one.params)}
+    assert found == {*TABLED, *LONG}
+
+
+@pytest.fixture
+def filled(monkeypatch, shipped):
+    """Have audits without a compiler, and the profiles that are shipped."""
+    from jetfire.bench import audit
+
+    values = ("sm_80", "mma", "gemm_mma", 255, 0, 229376, 8, 4096, "IMMA 512")
+    row = dict(zip(audit.COLUMNS, values, strict=True))
+    monkeypatch.setattr(audit, "_rows", lambda *_: [row])
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "md"])
+@pytest.mark.parametrize("verb", TABLED)
+def test_a_table_in_another_format(verb, form, here, filled, capsys):
+    words = [*verb.split(), *VERBS[verb][0].split()]
+    _, document, _ = spoken(capsys, *words)
+    assert execute(None, [*words, "--format", form]) == 0
+    out = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(out).keys() == document.keys()
+    elif form == "csv":
+        rows = list(csv.reader(io.StringIO(out)))
+        assert (verb == "history") is (not rows)  # in which nothing changed
+        assert len({len(row) for row in rows}) <= 1
+        assert all(len(row) > 1 for row in rows)
+    else:
+        counts = [line.count("|") for line in out.splitlines() if line.startswith("|")]
+        assert all(count > 2 for count in counts)
+        assert counts
+
+
+def test_an_audit_s_table_has_units(here, filled, capsys):
+    assert execute(None, ["audit", *VERBS["audit"][0].split()]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "arch kernel function registers spills shared warps instructions matrix" in lines
+    assert "sm_80 mma gemm_mma 255 0 224 KiB 8 4096 IMMA 512" in lines
+
+
+def test_a_format_misspelt_is_refused_by_every_command(capsys):
+    for verb in [*TABLED, "tune", "train tune", "train study"]:
+        words = VERBS[verb][0].replace("-o study", "-o nowhere").split()
+        assert execute(None, [*verb.split(), *words, "--format", "jsn"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("jetfire: --format jsn (did you mean json?): expected"), verb
 
 
 def test_rows_are_what_compare_reads(here, capsys):

@@ -1,5 +1,7 @@
 """`jetfire history`: the commit that slowed a kernel is found, and no noise is taken for one."""
 
+import csv
+import io
 import json
 import math
 import random
@@ -108,6 +110,9 @@ def test_a_planted_commit_is_found_and_named(results, capsys):
     assert (change["commit"], change["after_commit"]) == (commits[8], commits[7])
     assert change["rise"] == pytest.approx(1.1, abs=0.02)
     assert change["noise"] < 0.02
+    _, out, _ = run(capsys, folder, "--format", "csv")
+    (line,) = csv.DictReader(io.StringIO(out))
+    assert (line["kernel"], line["verdict"], line["commit"]) == ("plain", "slower", commits[8])
 
 
 def test_the_flag_alone_makes_it_an_error(results, capsys):

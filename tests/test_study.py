@@ -1,5 +1,7 @@
 """`jetfire train study`: pairs and intervals, runs that go on, fail or are others', the record."""
 
+import csv
+import io
 import itertools
 import json
 import math
@@ -659,3 +661,20 @@ def test_a_killed_run_before_its_first_record_is_begun_again(tmp_path):
     (run / "settings.json").write_text(json.dumps({**settings, "width": 7}))
     with pytest.raises(UsageError, match="bf16-seed0: width=7: expected a multiple of heads"):
         StudyRun.read(run)
+
+
+RECORDS = Path(__file__).parents[1] / "docs" / "results"
+
+
+def test_a_study_in_every_format(capsys):
+    record = json.loads((RECORDS / "study-124m.json").read_text())
+    study.show(record, "json")
+    assert json.loads(capsys.readouterr().out)["preset"] == record["preset"]
+    study.show(record, "csv")
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(lines) == sum(len(found["runs"]) for found in record["recipes"].values())
+    assert {line["recipe"] for line in lines} == {*record["recipes"]}
+    study.show(record, "md")
+    out = capsys.readouterr().out
+    assert texts.explained(record) in out
+    assert all(f"| {name} |" in out for name in record["recipes"])

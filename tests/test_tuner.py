@@ -1,5 +1,6 @@
 """The tuner without a device: spaces, strategies, the loop, the last word, the command."""
 
+import csv
 import dataclasses
 import gzip
 import io
@@ -1715,6 +1716,21 @@ def test_the_summary(capsys):
     )
     display_module.show([outcome(default_ms=None)], HERE)
     assert "geometric mean" not in capsys.readouterr().out
+
+
+def test_the_summary_in_other_formats(capsys):
+    tuned = [outcome(peers={"compile": 1.5, "copy": 0.25}, trials=[(A, Measurement("ok", 1.0))])]
+    display_module.show(tuned, HERE, "json")
+    (search,) = json.loads(capsys.readouterr().out)["searches"]
+    assert search["gain"] == 2.0
+    display_module.show(tuned, HERE, "csv")
+    (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (line["kernel"], line["ms"], line["vs_peer.copy"]) == ("toy", "0.5", "0.5")
+    display_module.show(tuned, HERE, "md")
+    *_, head, _, row = capsys.readouterr().out.splitlines()
+    assert head.startswith("| problem | kernel |")
+    assert "3.00× compile<br>0.50× copy" in row
+    assert row.count("|") == head.count("|")
 
 
 def test_changes_name_only_what_differs():

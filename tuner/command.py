@@ -123,7 +123,7 @@ def tune(asked: TuneOptions) -> None:
         if profiler is not None:
             session.count(profiler)
     if session.tuned:
-        display.show(session.tuned, first)
+        display.show(session.tuned, first, asked.format)
     if session.counted:
         display.show_counted(session.counted)
     if session.studies:
@@ -162,7 +162,8 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
     if asked.unseen:
         rows = unseen.rows(session.tuned)
         said = unseen.conclusion(rows)
-        terminal.result({"lookups": rows, "conclusion": said}, lambda: print(said))
+        say = print if asked.format == "table" else terminal.progress  # stdout has the searches
+        terminal.result({"lookups": rows, "conclusion": said}, lambda: say(said))
         if asked.output is not None:
             unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:

@@ -16,7 +16,7 @@ from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.measure.results import problem_text, shape_text
-from jetfire.report import counters
+from jetfire.report import counters, output
 from jetfire.report.table import Table
 from jetfire.report.text import fields_text, mean, significant, time_text, times
 from jetfire.tuner.search import CountedSearch, FinishedSearch, SearchTarget
@@ -158,10 +158,16 @@ COLUMNS = (
 SPARE = ("failed", "trials", "× peer", "default")  # what goes first where a terminal is narrow
 
 
-def show(tuned: Sequence[FinishedSearch], device: Device) -> None:
+def show(tuned: Sequence[FinishedSearch], device: Device, form: str = "table") -> None:
     """Give what searches came to, with the gains' mean where a default could run."""
     searches = [_record(one) for one in tuned]
-    terminal.result({"device": device.label, "searches": searches}, lambda: _print(tuned, device))
+    output.give(
+        form,
+        {"device": device.label, "searches": searches},
+        lambda: _print(tuned, device),
+        lambda: {device.label: _table(tuned)},
+        lambda: searches,
+    )
 
 
 def _record(tuned: FinishedSearch) -> dict[str, Any]:
@@ -180,9 +186,12 @@ def _record(tuned: FinishedSearch) -> dict[str, Any]:
     }
 
 
+def _table(tuned: Sequence[FinishedSearch]) -> Table:
+    return Table(COLUMNS, [_row(one) for one in tuned], left=(0, 1, 2, 6, 9))
+
+
 def _print(tuned: Sequence[FinishedSearch], device: Device) -> None:
-    table = Table(COLUMNS, [_row(one) for one in tuned], left=(0, 1, 2, 6, 9))
-    terminal.console(width=240).print(table.rich(folded=(0, 2), spare=SPARE))
+    terminal.console(width=240).print(_table(tuned).rich(folded=(0, 2), spare=SPARE))
     gains = [one.final.gain for one in tuned if one.final.gain is not None]
     if gains:
         speed = f"{mean(gains):.3f}× the defaults' speed"

@@ -77,6 +77,7 @@ class TuneOptions:
     keep: bool = True
     unseen: int = 0
     output: Path | None = None
+    format: str = "table"
     dry_run: bool = False
 
 

@@ -15,6 +15,7 @@ from jetfire.core.profiles import Entry
 from jetfire.core.terminal import note
 from jetfire.measure.plan import Request, choose_ops
 from jetfire.measure.results import problem_text, shape_text
+from jetfire.report import output
 from jetfire.report.show import first_ratio
 from jetfire.report.table import Table
 from jetfire.report.text import time_text, times
@@ -100,7 +101,12 @@ def found(names: Sequence[str], device: Device | None, wanted: Wanted) -> Iterat
             yield Profile(file, source, gpu, file.stem, entries)
 
 
-def show(names: Sequence[str], device: Device | None, wanted: Wanted | None = None) -> None:
+def show(
+    names: Sequence[str],
+    device: Device | None,
+    wanted: Wanted | None = None,
+    form: str = "table",
+) -> None:
     """Print the profiles of some ops (of all where none is named), the user's first.
 
     Raises:
@@ -108,7 +114,13 @@ def show(names: Sequence[str], device: Device | None, wanted: Wanted | None = No
     """
     shown = list(found(names, device, wanted or Wanted()))
     records = [_record(profile, entry) for profile in shown for entry in profile.entries]
-    terminal.result({"profiles": records}, lambda: _print(shown))
+    output.give(
+        form,
+        {"profiles": records},
+        lambda: _print(shown),
+        lambda: {f"{one.op} on {one.device}, {one.source}": _table(one) for one in shown},
+        lambda: records,
+    )
     if not shown:
         folders = f"{profiles.user_folder()} or {profiles.SHIPPED}"
         of = f" of {', '.join(names)}" if names else ""
@@ -124,10 +136,13 @@ def _print(shown: Sequence[Profile]) -> None:
         where = f" on {profile.device}, {profile.source}: {profile.file}"
         text = f"{where}\n{problem_text(shared)}".rstrip()
         console.print(terminal.styled(profile.op, "bold"), text, soft_wrap=True, sep="")
-        rows = [_row(profile.op, entry, shared) for entry in profile.entries]
-        console.print(
-            Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7)).rich(folded=(1, 2), spare=SPARE)
-        )
+        console.print(_table(profile, shared).rich(folded=(1, 2), spare=SPARE))
+
+
+def _table(profile: Profile, shared: Mapping[str, Any] | None = None) -> Table:
+    """Return a line per entry, without the fields of problems that are said elsewhere."""
+    rows = [_row(profile.op, entry, shared or {}) for entry in profile.entries]
+    return Table(COLUMNS, rows, left=(0, 1, 2, 5, 6, 7))
 
 
 def _record(profile: Profile, entry: Entry) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def run(
         float | None,
         o.option("--memory", "SIZE", "What the GPU has: 141GiB, 80GB.", parser=_bytes),
     ] = None,
+    format: o.Format = None,
     debug: o.Debug = False,
 ) -> None:
     """Say what a run needs of a GPU's memory, by part, and which settings would make it fit."""

@@ -45,6 +45,7 @@ def run(
         o.File, o.option("--record", "FILE", "For the result, .json (FOLDER/study.json).")
     ] = None,
     jobs: Annotated[o.Count, o.integer("--jobs", "Runs at a time (one on each GPU).", 1)] = None,
+    format: o.Format = None,
     strict_profile: o.StrictProfile = False,
     device: o.Device = "auto",
     debug: o.Debug = False,

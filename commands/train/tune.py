@@ -47,6 +47,7 @@ def run(
     strategy: o.Strategy = "tpe",
     peers: o.Peers = None,
     device: o.Device = "auto",
+    format: o.Format = None,
     dry_run: o.DryTune = False,
     debug: o.Debug = False,
 ) -> None:

@@ -121,6 +121,7 @@ def run(
     data: o.Data = "normal",
     device: o.Device = "auto",
     seed: o.Seed = 0,
+    format: o.Format = None,
     dry_run: o.DryTune = False,
     load: o.Load = None,
     debug: o.Debug = False,

@@ -17,6 +17,7 @@ def run(
     settings: o.Setting = None,
     kernels: o.Kernels = None,
     device: o.Device = "auto",
+    format: o.Format = None,
     load: o.Load = None,
     debug: o.Debug = False,
 ) -> None:
@@ -29,4 +30,4 @@ def run(
     request = o.request(locals(), ops=ops or ["all"])
     where = None if device == "auto" else devices.Device.parse(device)
     wanted = profiles.Wanted.of(request, kernels or [])
-    profiles.show(plan.parse_list(ops or []), where, wanted)
+    profiles.show(plan.parse_list(ops or []), where, wanted, format or "table")

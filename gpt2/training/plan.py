@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from jetfire.gpt2.training.memory import Needs, check_counted, needs
 from jetfire.gpt2.training.options import TrainOptions, check_data
 from jetfire.gpt2.training.settings import Settings, make
 from jetfire.nn.recipes import RECIPES
+from jetfire.report import output
 from jetfire.report.table import Table
 from jetfire.report.text import fixed
 
@@ -39,6 +40,7 @@ class PlanOptions(TrainOptions):
     """
 
     memory: float | None = None
+    format: str = "table"
 
     def planned(self) -> tuple[Settings, int]:
         """Return the settings, and the number of tokens in the vocabulary.
@@ -159,7 +161,13 @@ def plan(asked: PlanOptions) -> None:
         "fits": None if asked.memory is None else own.total <= limit,
         "instead": [{"give": x.words, "needs_gib": x.needs.total / GIB} for x in others],
     }
-    terminal.result(record, lambda: _show(settings, vocabulary, own, others))
+    output.give(
+        asked.format,
+        record,
+        lambda: _show(settings, vocabulary, own, others),
+        lambda: {title: _table(title, sizes) for title, sizes in _sizes(own, others).items()},
+        lambda: _lines(own, others),
+    )
     if own.total > limit:
         what = f"{asked.preset} needs {own.total / GIB:.2f} GiB of {limit / GIB:.2f}"
         wanted = "one of these" if others else "a smaller model or context"
@@ -172,11 +180,27 @@ def _show(settings: Settings, vocabulary: int, own: Needs, others: Sequence[Fit]
         f"{one.recipe}, {one.layers} layers of width {one.width}, vocabulary {vocabulary} "
         f"({one.data}), {one.batch}×{one.context} tokens, {one.accumulate} times a step"
     )
+    for title, sizes in _sizes(own, others).items():
+        console.print(_table(title, sizes).rich(folded=(0,)))
+
+
+def _sizes(own: Needs, others: Sequence[Fit]) -> dict[str, dict[str, float]]:
+    """Return bytes by what needs them, in each of the tables that has any."""
     sizes = {**own.parts, f"peak, in {own.when}": own.peak}
     if own.beside:
         sizes |= {"an evaluation beside the CUDA graph": own.beside, "in all": own.total}
-    tables = {"held at the peak": sizes, "would fit": {x.words: x.needs.total for x in others}}
-    for title, rows in tables.items():
-        if rows:
-            texts = [(name, fixed(size / GIB, 2)) for name, size in rows.items()]
-            console.print(Table((title, "GiB"), texts).rich())
+    instead = {one.words: one.needs.total for one in others}
+    return {"held at the peak": sizes} | ({"would fit": instead} if instead else {})
+
+
+def _table(title: str, sizes: Mapping[str, float]) -> Table:
+    return Table((title, "GiB"), [(name, fixed(size / GIB, 2)) for name, size in sizes.items()])
+
+
+def _lines(own: Needs, others: Sequence[Fit]) -> list[dict[str, Any]]:
+    """Return a record per line of the tables, for CSV."""
+    return [
+        {"table": title, "what": name, "gib": size / GIB}
+        for title, sizes in _sizes(own, others).items()
+        for name, size in sizes.items()
+    ]

@@ -26,6 +26,7 @@ from jetfire.gpt2.training.options import TrainOptions
 from jetfire.gpt2.training.settings import SETTINGS, Settings, split
 from jetfire.gpt2.training.study_record import StudyRecord, StudyRun
 from jetfire.nn.recipes import RECIPES
+from jetfire.report import output
 from jetfire.report import study as report
 
 RECORD = "study.json"
@@ -56,6 +57,7 @@ class StudyOptions:
     window: str | None = None
     record: Path | None = None
     strict_profile: bool = False
+    format: str = "table"
 
     @property
     def file(self) -> Path:
@@ -150,7 +152,7 @@ def study(asked: StudyOptions) -> None:
             workers.run(waiting)
         record = _record(asked)
         if record is not None:
-            show(record)
+            show(record, asked.format)
             note(f"wrote {asked.file}")
         workers.verdict()
 
@@ -226,9 +228,15 @@ def _record(asked: StudyOptions) -> StudyRecord | None:
     return record
 
 
-def show(record: StudyRecord) -> None:
-    """Give a record, to people as a table."""
-    terminal.result(record, lambda: _print(record))
+def show(record: StudyRecord, form: str = "table") -> None:
+    """Give a record, in one of `report.output.FORMATS`."""
+    output.give(
+        form,
+        record,
+        lambda: _print(record),
+        lambda: {report.explained(record): report.table(record)},
+        lambda: report.lines(record),
+    )
 
 
 def _print(record: StudyRecord) -> None:

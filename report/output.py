@@ -1,0 +1,76 @@
+"""A result in the format that `--format` names: a table for people, JSON, CSV or Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jetfire.core import terminal
+from jetfire.report.table import Table
+
+FORMATS = ("table", "json", "csv", "md")
+Titled = Mapping[str, Table]  # by what stands above each in Markdown; empty where nothing does
+
+
+def give(
+    form: str,
+    document: Mapping[str, Any],
+    display: Callable[[], object],
+    tables: Callable[[], Titled],
+    records: Callable[[], Sequence[Mapping[str, Any]]],
+) -> None:
+    """Give a result, or a part of it, in one of `FORMATS`; where `--json` is given, as JSON.
+
+    Args:
+        document: the result as JSON.
+        display: prints it for people.
+        tables: makes what Markdown has.
+        records: makes what CSV has a line of each.
+    """
+
+    def show() -> None:
+        if form == "json":
+            terminal.print_document(document)
+        elif form == "csv":
+            _print(as_csv(records()))
+        elif form == "md":
+            _print(as_markdown(tables()))
+        else:
+            display()
+
+    terminal.result(document, show)
+
+
+def _print(text: str) -> None:
+    if text:
+        terminal.show(text.rstrip("\n"))
+
+
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line per record, with columns such as ``problem.m`` for what lies in a field."""
+    if not records:
+        return ""
+    lines = [dict(_flat(record)) for record in records]
+    out = io.StringIO()
+    names = dict.fromkeys(name for line in lines for name in line)
+    writer = csv.DictWriter(out, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _flat(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            listed = isinstance(value, list | tuple)
+            yield f"{before}{name}", "; ".join(map(str, value)) if listed else value
+
+
+def as_markdown(tables: Titled) -> str:
+    """Return tables with their titles, an empty line between two."""
+    parts = (f"### {title}\n\n" * bool(title) + table.markdown() for title, table in tables.items())
+    return "\n".join(parts)
