@@ -250,14 +250,14 @@ def _options(asked: BenchOptions, device: Device) -> Options:
 def _dry_run(work: Sequence[Work], device: Device) -> None:
     """What would be measured: a line for each kernel of each problem, or why it is left out."""
     from jetfire.measure import runner
-    from jetfire.report.text import fields_text
+    from jetfire.report.text import fields_text, plural
 
-    lines = [f"{device.label}: {len(work)} problems"]
+    lines = [f"{device.label}: {plural(len(work), 'problem')}"]
     for case, options in work:
         gib = runner.memory_needed(case, device) / 2**30
         sets = runner.sets_of(case, device)
-        needs = f"{sets} sets of inputs, {gib:.2f} GiB"
-        lines.append(f"{case}: {needs}, {options.rounds} samples a row")
+        needs = f"{plural(sets, 'set')} of inputs, {gib:.2f} GiB"
+        lines.append(f"{case}: {needs}, {plural(options.rounds, 'sample')} per row")
         for choice in runner.choices(case, device, options):
             if choice.reason is None:
                 config = fields_text(choice.config.as_dict())
@@ -416,15 +416,19 @@ class Output:
             note(text)
 
     def _finish(self, interrupted: bool) -> None:
+        from jetfire.report.text import plural
+
         rows, wrong = self.rows, [row for row in self.rows if row.ok is False]
         if interrupted:
-            raise Interrupted(f"interrupted after {len(rows)} rows, shown and saved")
+            raise Interrupted(f"interrupted after {plural(len(rows), 'row')}, shown and saved")
         if not any(row.role == "kernel" for row in rows):
             raise UsageError(
                 "nothing was measured: every problem was left out, for the reasons above"
             )
         if wrong:
-            raise WrongResultError(f"{len(wrong)} of {len(rows)} rows are wrong: {wrong[0].error}")
+            are = "is" if len(wrong) == 1 else "are"
+            what = f"{len(wrong)} of {plural(len(rows), 'row')} {are} wrong"
+            raise WrongResultError(f"{what}: {wrong[0].error}")
 
 
 def render(results: Results, kind: str) -> str:

@@ -16,7 +16,7 @@ from jetfire.measure.results import Results, Row, problem_text, shape_text
 from jetfire.report import output, show
 from jetfire.report.rows import grouped, varying
 from jetfire.report.table import Table
-from jetfire.report.text import fixed, interval_text, spread_text, time_text
+from jetfire.report.text import fixed, interval_text, plural, spread_text, time_text
 
 if TYPE_CHECKING:
     from jetfire.report.fitted import FittedTable
@@ -300,7 +300,7 @@ def judge(found: Match, share: float) -> None:
     worse = sorted((pair for pair in pairs if pair.regressed(share)), key=_badness, reverse=True)
     broken = [pair.after for pair in worse if pair.verdict == "broken"]
     slower = [pair for pair in worse if pair.verdict != "broken"]
-    of = f"of {len(pairs) + len(gone)} kernels' rows"
+    of = f"of {plural(len(pairs) + len(gone), 'kernel row')}"
     by = f"slower by more than {100 * share:g}%"
     parts = []
     if slower:
@@ -313,10 +313,10 @@ def judge(found: Match, share: float) -> None:
         raise RegressionError(f"{len(worse) + len(gone)} {of} regressed: {'; '.join(parts)}")
     never = [name_of(pair.after) for pair in pairs if pair.never_right]
     if never:
-        raise WrongResultError(f"{len(never)} {of} are broken in both files: {never[0]}")
+        raise WrongResultError(f"{len(never)} {of} broken in both files: {never[0]}")
     unclear = sorted((pair for pair in pairs if pair.slower_by(share)), key=_badness, reverse=True)
     if unclear:
-        note(f"{len(unclear)} {of} are {by}, but within noise: {_longer(unclear[0])}")
+        note(f"{len(unclear)} {of} {by}, but within noise: {_longer(unclear[0])}")
 
 
 def _longer(pair: Pair) -> str:

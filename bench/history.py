@@ -22,7 +22,7 @@ from jetfire.report.page import check_page
 from jetfire.report.rows import grouped
 from jetfire.report.show import BASELINES
 from jetfire.report.table import Table
-from jetfire.report.text import share, time_text, times
+from jetfire.report.text import plural, share, time_text, times
 
 LEAST_RUNS = 2  # on either side of a change: one alone may have been disturbed
 LEAST = math.log(1.02)  # a change that is worth a line
@@ -330,7 +330,8 @@ def summary(
 ) -> str:
     """How much was judged, in a line."""
     slower = sum(change.verdict == "slower" for change in found)
-    text = f"{len(runs)} runs, {len(every)} kernels' problems: {slower} slower than before"
+    judged = f"{plural(len(runs), 'run')}, {plural(len(every), 'pair')} of kernel and problem"
+    text = f"{judged}: {slower} slower than before"
     if short := sum(len(series.points) < 2 * LEAST_RUNS for series in every):
         text += f"; {short} with fewer than {2 * LEAST_RUNS} runs, which cannot be judged"
     return text
@@ -369,7 +370,8 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         files.write(page, render(every, found, said))
     unread = ""
     if damaged:
-        unread = f"{len(damaged)} of {len(runs) + len(damaged)} files cannot be read: {damaged[0]}"
+        all_files = plural(len(runs) + len(damaged), "file")
+        unread = f"{len(damaged)} of {all_files} cannot be read: {damaged[0]}"
     if least is not None:
         judge(found, least, unread)
     if unread:

@@ -96,7 +96,9 @@ class Device:
             return _cpu()
         count = torch.cuda.device_count()
         if int(index or 0) >= count:
-            raise NoDeviceError(f"device {text!r}: this machine has {count} CUDA devices")
+            raise NoDeviceError(
+                f"device {text!r}: this machine has {count} CUDA device{'s' * (count != 1)}"
+            )
         return _cuda(int(index or 0))
 
 

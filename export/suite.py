@@ -26,6 +26,7 @@ from jetfire.export.plan import ExportPlan, make
 from jetfire.export.target import resume, stop
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
+from jetfire.report.text import plural
 
 CAPABILITY = (9, 0)
 AT_ONCE = 8
@@ -148,7 +149,7 @@ def suite(asked: command.BenchOptions) -> None:
     driver = nvml.driver() if nvml else None
     peaks = cached(device, driver, asked.remeasure_peaks)
     record = command.device_record(device, dict(peaks), driver)
-    note(f"building {len(wanted)} exports")
+    note(f"building {plural(len(wanted), 'export')}")
     with prepared(wanted) as found:
         for done, _ in found.values():
             done.exception()  # waits: nothing else is to run while one is timed

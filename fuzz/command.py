@@ -20,6 +20,7 @@ from jetfire.core.files import check_writable, is_stream, write
 from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.example import Example
 from jetfire.measure import data
+from jetfire.report.text import plural
 
 if TYPE_CHECKING:
     from jetfire.fuzz.jobs import FuzzPlan, FuzzResults, Pair
@@ -134,10 +135,12 @@ def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
     if not plan.extents:
         raise NoDeviceError(f"none of these kernels runs on {label}")
     if wrong := sum(bool(pair["failures"]) for pair in pairs):
-        raise WrongResultError(f"{wrong} kernels were wrong (seed {plan.seed})")
+        raise WrongResultError(
+            f"{plural(wrong, 'kernel is', 'kernels are')} wrong (seed {plan.seed})"
+        )
     if summary["short"]:
         raise TimedOutError(
-            f"time ended before {len(summary['short'])} of {len(pairs)} kernels "
+            f"time ended before {len(summary['short'])} of {plural(len(pairs), 'kernel')} "
             "had their examples: raise --budget, or lower --examples"
         )
     if unchecked := [f"{p['op']} {p['kernel']}" for p in pairs if _is_unchecked(p)]:
@@ -356,7 +359,7 @@ def _print_table(summary: dict[str, Any]) -> None:
     notes += [] if summary["finished"] else ["it did not finish"]
     notes += ["the budget ended it"] if summary["out_of_time"] else []
     if elsewhere := summary["elsewhere"]:
-        notes.append(f"{len(elsewhere)} kernels do not run here: {', '.join(elsewhere)}")
+        notes.append(f"{plural(len(elsewhere), 'kernel')} not run here: {', '.join(elsewhere)}")
     terminal.note("; ".join(notes))
 
 

@@ -50,10 +50,11 @@ class Report:
     losses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"converted {len(self.converted)} linear layers"]
+        count, blocks = len(self.converted), len(self.fused)
+        lines = [f"converted {count} linear layer{'s' * (count != 1)}"]
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
         loss = " and the loss" if self.losses else ""
-        lines += [f"fused {len(self.fused)} blocks{loss}"] if self.fused else []
+        lines += [f"fused {blocks} block{'s' * (blocks != 1)}{loss}"] if self.fused else []
         for reason in dict.fromkeys(self.single.values()):
             first, *others = (name for name, why in self.single.items() if why == reason)
             more = f" and {len(others)} more" if others else ""

@@ -21,7 +21,7 @@ from jetfire.report import counters, exports, int4, int8, training, tuned
 from jetfire.report.chart import Chart
 from jetfire.report.plot import plot
 from jetfire.report.table import Section, Table, filled
-from jetfire.report.text import significant
+from jetfire.report.text import plural, significant
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MOST_TEXT = 64 * files.MIB
@@ -64,7 +64,7 @@ def device_text(results: Results) -> str:
         reasons = ", ".join(sorted({reason for row in throttled for reason in row.throttled or ()}))
         lines += ["", f"The clock was held down in {share:.0%} of the rows ({reasons})."]
     if wrong:
-        lines += ["", f"**{len(wrong)} rows are wrong and were not timed.**"]
+        lines += ["", f"**{plural(len(wrong), 'row is', 'rows are')} wrong, without a time.**"]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, fixed
+from jetfire.report.text import NOTHING, fixed, plural
 
 if TYPE_CHECKING:
     from jetfire.gpt2.training.study_record import Difference, RecipeLosses, StudyRecord
@@ -88,5 +88,5 @@ def explained(record: StudyRecord) -> str:
         whose = "Of a single seed brackets are" if "seeds" in over else "Brackets are"
         parts.append(f"{whose} over its steps, and say nothing of another seed.")
     if record["unfinished"]:
-        parts.append(f"{len(record['unfinished'])} runs are not finished.")
+        parts.append(f"{plural(len(record['unfinished']), 'run is', 'runs are')} not finished.")
     return " ".join(parts)

@@ -82,6 +82,15 @@ def share(part: float | None) -> str:
     return NOTHING if part is None else f"{part:.0%}" if part >= 0.095 else f"{part:.1%}"
 
 
+def plural(count: int, one: str, several: str | None = None) -> str:
+    """Return ``1 problem`` or ``3 problems``.
+
+    Args:
+        several: where that is not `one` with an s.
+    """
+    return f"{count} {one if count == 1 else several or f'{one}s'}"
+
+
 def counted(count: int, total: int) -> str:
     """Return ``44 (90%)``."""
     return f"{count} ({count / total:.0%})"

@@ -35,7 +35,7 @@ from jetfire.report.chart import (
 )
 from jetfire.report.rows import grouped
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, counted, mean, times, where
+from jetfire.report.text import NOTHING, counted, mean, plural, times, where
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -250,7 +250,7 @@ def _provenance(entries: Sequence[ShippedEntry]) -> str:
 
     stale = sum(one.stale for one in entries)
     sources = (
-        f"**Of {stale} configs the kernel's source has changed since.**"
+        f"**The kernel's source has changed since for {plural(stale, 'config')}.**"
         if stale
         else "No kernel's source has changed since."
     )
@@ -274,7 +274,7 @@ def _tuned_section(entries: Sequence[ShippedEntry], plot: str, found: Sequence[L
         "time over the tuned config's, `copy` a pass that moves as many bytes."
     )
     if failed := len(problems) - len(gains(problems)):
-        text += f" Of {failed} problems the default fails: they are in no mean."
+        text += f" The default fails {plural(failed, 'problem')}, in no mean here."
     return Section(
         "Tuned configs",
         f"{text}\n\n{_provenance(entries)}",
@@ -295,7 +295,7 @@ def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
     if found:
         worst = max(found, key=lambda one: one.ratio)
         text += (
-            f" Time of {len(found)} looked-up configs over the tuned one's: "
+            f" Time of {plural(len(found), 'looked-up config')} over the tuned one's: "
             f"up to {times(worst.ratio)} ({worst.op})."
         )
     return text

@@ -10,7 +10,7 @@ from jetfire.core import files
 from jetfire.report import counters, page
 from jetfire.report.page import PageChart
 from jetfire.report.table import Table
-from jetfire.report.text import NOTHING, fields_text, mean, significant, times
+from jetfire.report.text import NOTHING, fields_text, mean, plural, significant, times
 
 if TYPE_CHECKING:
     from jetfire.tuner.digest import Attempt, Digest
@@ -33,7 +33,7 @@ def write(digests: Sequence[Digest], file: Path) -> None:
 def render(digests: Sequence[Digest]) -> str:
     """Return the page's HTML."""
     gains = [digest.gain for digest in digests if digest.gain]
-    of = f"over {len(gains)} of {len(digests)} studies"
+    of = f"over {len(gains)} of {plural(len(digests), 'study', 'studies')}"
     return page.render(
         TEMPLATE,
         title="Tuning report" if len(digests) != 1 else f"{digests[0].title}: tuning report",

@@ -156,7 +156,7 @@ def test_a_wrong_kernel_exits_3(with_kernels, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "WRONG" in captured.out
     assert "right" in captured.out
-    assert captured.err.splitlines()[-1].startswith("jetfire: 1 of 4 rows are wrong: c: 1 elem")
+    assert captured.err.splitlines()[-1].startswith("jetfire: 1 of 4 rows is wrong: c: 1 elem")
 
 
 def test_what_is_asked_for_reaches_the_measuring(monkeypatch):

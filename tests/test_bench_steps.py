@@ -441,7 +441,7 @@ def test_two_files_of_them_compare(tmp_path, capsys):
     for file, rows in files.items():
         file.write_text(Results({"name": "GPU"}, rows).to_json())
     assert execute("compare", [str(before), str(after), "--fail-on-regression", "5%"]) == 4
-    assert "2 of 2 kernels' rows regressed" in capsys.readouterr().err
+    assert "2 of 2 kernel rows regressed" in capsys.readouterr().err
     found = match(Results.load(before), Results.load(after))
     assert len(found.pairs) == 6
     assert not found.gone + found.new

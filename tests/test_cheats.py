@@ -57,7 +57,7 @@ def bench(monkeypatch, capsys):
         assert execute("bench", words) == 3
         captured = capsys.readouterr()
         assert "WRONG" in captured.out
-        return captured.err.splitlines()[-1].partition(" rows are wrong: ")[2]
+        return captured.err.splitlines()[-1].partition(" wrong: ")[2]
 
     return run
 

@@ -107,7 +107,7 @@ def test_the_bench_shows_the_compiler_s_lines(capsys, monkeypatch):
     whose = "gelu torch (interpreted) does not compile: CompilationError: x is not defined"
     assert f"jetfire: {place}: {whose}\n" in err
     assert "\n    ^\nx is not defined\n" in err
-    assert err.splitlines()[-1].startswith(f"jetfire: 1 of 1 rows are wrong: {place}: gelu torch")
+    assert err.splitlines()[-1].startswith(f"jetfire: 1 of 1 row is wrong: {place}: gelu torch")
 
 
 def test_a_compiler_s_error_anywhere_is_no_internal_error(capsys, monkeypatch):

@@ -99,7 +99,7 @@ def test_another_option_given_again_is_told_of(capsys):
     assert execute("bench", [*SMALL, "--rounds", "3", "--dry-run", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert captured.err == "jetfire: --rounds is given 2 times: the last one counts\n"
-    assert "3 samples a row" in captured.out
+    assert "3 samples per row" in captured.out
 
 
 @pytest.fixture

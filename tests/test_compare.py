@@ -171,7 +171,7 @@ def test_the_gate_judges_kernels_by_the_share(gate):
     assert gate([row(1.0), peer(1.0)], [row(1.5), peer(1.0)])[0] == 4
     _, _, said = gate([row(1.0), peer(1.0)], [row(1.5), peer(1.0)])
     assert said == (
-        "jetfire: 1 of 1 kernels' rows regressed: 1 slower by more than 5%, "
+        "jetfire: 1 of 1 kernel row regressed: 1 slower by more than 5%, "
         "gemm triton m=8 n=8 takes 1.50× as long\n"
     )
     assert gate([row(1.0)], [row(1.5)], share="60%")[0] == 0
@@ -181,7 +181,7 @@ def test_the_gate_judges_kernels_by_the_share(gate):
 def test_a_row_that_is_missing_is_a_regression(gate):
     code, shown, said = gate([row(1.0), row(1.0, problem=OTHER)], [row(1.0)])
     assert code == 4
-    assert said == ("jetfire: 1 of 2 kernels' rows regressed: 1 missing, gemm triton m=9 n=9\n")
+    assert said == ("jetfire: 1 of 2 kernel rows regressed: 1 missing, gemm triton m=9 n=9\n")
     assert "not in" in shown
 
 
@@ -193,7 +193,7 @@ def test_rows_added_and_peers_that_are_missing_are_fine(gate):
 def test_a_second_file_of_peers_alone_has_lost_every_kernel(gate):
     code, _, said = gate([row(1.0), row(1.0, problem=OTHER), peer(1.0)], [peer(1.0)])
     assert code == 4
-    assert "2 of 2 kernels' rows regressed: 2 missing" in said
+    assert "2 of 2 kernel rows regressed: 2 missing" in said
 
 
 def test_a_kernel_that_became_a_peer_is_judged(gate):
@@ -211,7 +211,7 @@ def test_a_row_that_was_broken_and_is_is_no_regression_but_wrong(gate):
     pair = [row(1.0), row(None, problem=OTHER)]
     code, shown, said = gate(pair, pair)
     assert code == 3
-    assert said == "jetfire: 1 of 2 kernels' rows are broken in both files: gemm triton m=9 n=9\n"
+    assert said == "jetfire: 1 of 2 kernel rows broken in both files: gemm triton m=9 n=9\n"
     assert "broken" in shown
     assert "faster" not in shown
     assert gate(pair, [row(2.0), pair[1]])[0] == 4
@@ -226,7 +226,7 @@ def test_all_that_is_wrong_is_said_in_a_line_the_worst_first(gate):
     code, _, said = gate(before, after)
     assert code == 4
     assert said == (
-        "jetfire: 4 of 4 kernels' rows regressed: 2 slower by more than 5%, gemm triton m=1 n=1 "
+        "jetfire: 4 of 4 kernel rows regressed: 2 slower by more than 5%, gemm triton m=1 n=1 "
         "takes 3.00× as long; 1 broken, gemm triton m=2 n=1; 1 missing, gemm triton m=3 n=1\n"
     )
 
@@ -235,7 +235,7 @@ def test_slower_within_noise_passes_with_a_note(gate):
     code, _, said = gate([row(1.0)], [row(3.0, 0.9), row(1.0, problem=OTHER)])
     assert code == 0
     assert said == (
-        "jetfire: 1 of 1 kernels' rows are slower by more than 5%, but within noise: "
+        "jetfire: 1 of 1 kernel row slower by more than 5%, but within noise: "
         "gemm triton m=8 n=8 takes 3.00× as long\n"
     )
     assert gate([row(1.0)], [row(1.04, 0.9)])[2] == ""

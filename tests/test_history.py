@@ -119,7 +119,7 @@ def test_the_flag_alone_makes_it_an_error(results, capsys):
     folder, commits = results
     code, out, err = run(capsys, folder, "--fail-on-regression", "5%")
     assert code == 4
-    assert "12 runs, 3 kernels' problems: 1 slower than before" in out
+    assert "12 runs, 3 pairs of kernel and problem: 1 slower than before" in out
     assert commits[8][:9] in out
     assert re.fullmatch(
         r"jetfire: 1 slower by more than 5%: gelu plain m=8 n=8 takes 1\.\d\d× as long since "

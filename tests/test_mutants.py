@@ -116,7 +116,7 @@ def test_found_by_the_command(name, plant, quick, tmp_path, monkeypatch, capsys)
         assert line.split(": ")[:2] in [[f"{mutant.op} {name}", kind] for kind in mutant.kinds]
     told = " ".join(["jetfire-fuzz", "--reproduce", paths[0].stem, *where])
     assert any(line.endswith(told) for line in lines)
-    assert "1 kernels were wrong" in err
+    assert "1 kernel is wrong" in err
 
     assert execute("fuzz", ["--reproduce", paths[0].stem, *load_it]) == 3
     assert paths[0].stem in capsys.readouterr().err

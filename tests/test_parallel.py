@@ -309,7 +309,7 @@ def test_a_run_goes_on_in_another_way(runs, monkeypatch):
     assert log.read(alone)[0]["settings"]["accumulate"] == 4
     three = TrainOptions(resume=True, output=runs / "one")
     with (
-        pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches a step"),
+        pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches per step"),
         opened(three, Group(0, 3)),
     ):
         pass

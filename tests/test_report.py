@@ -11,6 +11,7 @@ from jetfire.measure.results import Results, Row
 from jetfire.report import curves, documents, int8, plot
 from jetfire.report.chart import KERNEL_COLOURS, MARKERS
 from jetfire.report.documents import BEGIN, END
+from jetfire.report.text import plural
 
 DEVICE = {
     "name": "NVIDIA H200",
@@ -111,6 +112,12 @@ def arguments(place, *more):
     return [str(place[0]), "--readme", str(place[1]), *more]
 
 
+def test_a_count_is_told_with_its_noun():
+    assert [plural(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert plural(1, "search", "searches") == "1 search"
+    assert plural(3, "search", "searches") == "3 searches"
+
+
 def test_figures_are_those_of_the_rows():
     page = documents.page(sample(), "h200.json", [])
     assert "| triton, block 128 | 640 | 640 |" in page
@@ -160,7 +167,7 @@ def test_wrong_rows_are_named_and_not_shown_as_figures():
     results = sample()
     results.rows = [dataclasses.replace(row, ok=False, ms=None) for row in results.rows[:1]]
     page = documents.page(results, "h200.json", [])
-    assert "1 rows are wrong" in page
+    assert "1 row is wrong" in page
 
 
 def test_written_once_then_nothing_is_stale(place, capsys):

@@ -123,7 +123,7 @@ def test_what_is_slower_or_stale_is_counted(place):
     page = page_of(place)
     assert "| all ops | 5 | 1.513× | 2 (40%) | 1 |" in page
     assert "| gelu fwd | triton | 32 | 1 | 0.99× | 0.99× | – | 1 | 10 |" in page
-    assert "**Of 1 configs the kernel's source has changed since.**" in page
+    assert "**The kernel's source has changed since for 1 config.**" in page
     assert ", 1 slower." in place.with_name("README.md").read_text()
 
 
@@ -132,7 +132,7 @@ def test_a_default_that_failed_is_in_no_mean(place):
     page = page_of(place)
     assert "| all ops | 5 | 1.682× | 2 (40%) | 0 |" in page
     assert "| gelu fwd | triton | 32 | 1 |  |  | – | 0 | 10 |" in page
-    assert "Of 1 problems the default fails: they are in no mean." in page
+    assert "The default fails 1 problem, in no mean here." in page
     assert "4 tuned problems, sorted within each op: from 1.00× to 4.00× (layernorm).](h2" in page
     assert "1.682× the defaults' speed" in place.with_name("README.md").read_text()
 

@@ -41,8 +41,9 @@ from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 from jetfire.ops.int4_gemm import Int4GemmProblem
 from jetfire.ops.sample_rows import SampleRowsProblem
+from jetfire.report.text import plural
+from jetfire.tuner import command, shipped
 from jetfire.tuner import display as display_module
-from jetfire.tuner import shipped
 from jetfire.tuner import space as space_module
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import TuneOptions
@@ -1433,7 +1434,7 @@ def test_a_small_space_is_searched_whole(interpreted, tmp_path):
 def test_a_dry_run_measures_nothing(interpreted, tmp_path):
     code, out, errors = interpreted(*SMALL, "--dry-run", "--space", "warps=4,8")
     assert (code, errors) == (0, [])
-    assert out.splitlines()[0].endswith("(CPU): 1 searches")
+    assert out.splitlines()[0].endswith("(CPU): 1 search")
     assert out.splitlines()[1] == f"transpose/triton {PROBLEM}: 48 configs, 24 legal"
     assert list(tmp_path.iterdir()) == []
 
@@ -1537,7 +1538,7 @@ def test_all_takes_ops_and_blocks(interpreted):
     )
     assert code == 0, errors
     count = len(shipped.cases(["transpose"], ["64"]))
-    assert out.splitlines()[0].endswith(f": {count} searches")
+    assert out.splitlines()[0].endswith(f": {plural(count, *command.SEARCHES)}")
     assert len(out.splitlines()) == 1 + count
     for option in (
         ("--m", "64"),
@@ -1593,7 +1594,7 @@ def test_lines_where_there_is_no_terminal(capsys):
         f"jetfire: trial 1: 2.000 ms (1.00× the first) {text(C)}",
         f"jetfire: crash: {text(B)}: first line",
         f"jetfire: trial 5: 1.000 ms (2.00× the first) {text(E)}",
-        "jetfire: [2/2] gemm/wgmma m=1, 1 trials known",
+        "jetfire: [2/2] gemm/wgmma m=1, 1 trial known",
         f"jetfire: wrong: {text(B)}:",
         "jetfire: [bold]as it is[/bold]",
         "jetfire: two lines \\x1b[2J",

@@ -238,8 +238,7 @@ def test_a_budget_in_which_nothing_is_tried_exits_6(capsys, tmp_path):
     code, _, errors = tune(capsys, "--budget", "1s")
     assert code == 6
     assert errors[-1] == (
-        "jetfire: no config was tried within the budget: 1 of 1 searches are left; give a higher "
-        "--budget"
+        "jetfire: no config was tried within the budget: 1 of 1 search left; give a higher --budget"
     )
 
 
@@ -776,7 +775,7 @@ def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
     assert len(entries(tmp_path)) == 1
     # Too short for a final comparison, it is for none.
     _, _, errors = tune(capsys, "--m", "64,96", "--space=fault=none", "--budget", "3s")
-    assert "the budget is spent: 3 of 3 searches are left; the same command goes on" in errors[0]
+    assert "the budget is spent: 3 of 3 searches left; the same command goes on" in errors[0]
     assert runners[-1].seconds == 0
 
 

@@ -175,7 +175,7 @@ def test_a_trial_that_says_what_cannot_be_is_passed_over(capsys, tmp_path, good,
     )
     assert code == 0, errors
     assert any(
-        f"study {file}: passed over 3 trials that say what cannot be, the first 0" in line
+        f"study {file}: passed over 3 trials saying what cannot be, the first 0" in line
         for line in errors
     )
     assert "faulty" in out

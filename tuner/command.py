@@ -17,7 +17,7 @@ from jetfire.core.launch import needs_another_device
 from jetfire.measure import plan
 from jetfire.measure.ncu import Ncu
 from jetfire.measure.plan import Case
-from jetfire.report.text import significant
+from jetfire.report.text import plural, significant
 from jetfire.tuner import display, unseen
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions, check
@@ -26,6 +26,8 @@ from jetfire.tuner.search import SearchTarget
 from jetfire.tuner.session import Session, is_current
 from jetfire.tuner.space import Space
 from jetfire.tuner.trial import OBJECTIVES, Objective
+
+SEARCHES = ("search", "searches")
 
 
 def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
@@ -109,11 +111,11 @@ def tune(asked: TuneOptions) -> None:
     if asked.record is not None and len(work) > 1:
         raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
     if asked.dry_run:
-        lines = [f"{first.label}: {len(work)} searches"]
+        lines = [f"{first.label}: {plural(len(work), *SEARCHES)}"]
         for target in work:
             space = target.space
             legal = f"{len(space.pool)} legal" if space.whole else "too many to count"
-            lines.append(f"{target}: {space.size} configs, {legal}")
+            lines.append(f"{target}: {plural(space.size, 'config')}, {legal}")
         terminal.planned(lines)
         return
     profiler = None if asked.profile is None else Ncu.begun(first)
@@ -136,18 +138,18 @@ def _judge(session: Session, count: int) -> None:
     failed, stopped = session.failed, session.stopped
     if isinstance(stopped, KeyboardInterrupt):
         done = len(session.tuned)
-        raise Interrupted(f"interrupted: {done} of {count} searches decided and saved")
+        raise Interrupted(f"interrupted: {done} of {plural(count, *SEARCHES)} decided and saved")
     if stopped is not None:
         raise UsageError(str(stopped))
     if failed:
         if count > 1:
-            text = f"{len(failed)} of {count} searches failed, the first: {failed[0]}"
+            text = f"{len(failed)} of {plural(count, *SEARCHES)} failed, the first: {failed[0]}"
             failed[0].args = (text,)  # its details and its exit code stay
         raise failed[0]
     if session.untried and not session.tuned:
         raise TimedOutError(
-            f"no config was tried within the budget: {session.untried} of {count} searches are "
-            "left; give a higher --budget"
+            f"no config was tried within the budget: {session.untried} of "
+            f"{plural(count, *SEARCHES)} left; give a higher --budget"
         )
 
 

@@ -18,7 +18,7 @@ from jetfire.core.kernel import Config
 from jetfire.measure.results import problem_text, shape_text
 from jetfire.report import counters, output
 from jetfire.report.table import Table
-from jetfire.report.text import fields_text, mean, significant, time_text, times
+from jetfire.report.text import fields_text, mean, plural, significant, time_text, times
 from jetfire.tuner.search import CountedSearch, FinishedSearch, SearchTarget
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
@@ -79,7 +79,7 @@ class SearchDisplay:
         for config, measurement in known:
             self._count(config, measurement)
         self._done = 0
-        earlier = f", {len(known)} trials known" if known else ""
+        earlier = f", {plural(len(known), 'trial')} known" if known else ""
         if self._live is None:
             self.note(f"[{self.index}/{self.total}] {title}{earlier}")
 

@@ -19,7 +19,7 @@ from jetfire.measure import peaks, provenance
 from jetfire.measure.ncu import Ncu, ProfilingError
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.timer import noise
-from jetfire.report.text import mean
+from jetfire.report.text import mean, plural
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
@@ -106,8 +106,8 @@ class Session:
             if self.runner.now() + self.final_s >= self.end:
                 self.untried += left
                 self.display.note(
-                    f"the budget is spent: {left} of {len(work)} searches are left; the same "
-                    "command goes on"
+                    f"the budget is spent: {left} of "
+                    f"{plural(len(work), 'search', 'searches')} left; the same command goes on"
                 )
                 return
             try:
@@ -224,7 +224,7 @@ class Session:
             return False
         self.display.index += 1
         self.display.note(
-            f"{study.identity.name}: tuned already, {tried} trials: "
+            f"{study.identity.name}: tuned already, {plural(tried, 'trial')}: "
             + ("all that are legal" if study.exhausted() else "a higher --trials goes on")
         )
         return True
@@ -262,7 +262,7 @@ class Session:
             return error
         failed = sum(not measurement.measured for _, measurement in study.finished())
         if failed:
-            self.display.note(f"{target}: {failed} trials failed: {study.log} says how")
+            self.display.note(f"{target}: {plural(failed, 'trial')} failed: {study.log} says how")
         return None
 
     def _finish(self, target: SearchTarget, study: Study, found: Found, rounds_s: float) -> None:
@@ -297,7 +297,9 @@ class Session:
         most, left = self.asked.max_noise, noise(final.timing.values)
         if most is not None and left > most:
             samples = final.timing.samples
-            self.display.note(f"{target}: the noise is {left:.1%} still, after {samples} samples")
+            self.display.note(
+                f"{target}: the noise is {left:.1%} still, after {plural(samples, 'sample')}"
+            )
         saved = self.asked.keep and not (final.kept and is_current(found, self.objective))
         if saved:
             self._save(target, study, final)

@@ -32,6 +32,7 @@ from jetfire.core.files import MIB, Unreadable, Unwritable
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import provenance
 from jetfire.measure.timer import VERSION as TIMER_VERSION
+from jetfire.report.text import plural
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted, Strategy, distributions, observations
 from jetfire.tuner.trial import Measurement, Objective, score
@@ -314,8 +315,8 @@ class Study:
         self.finished()
         if wrong := [number for number, found in self._read.items() if found is None]:
             note(
-                f"study {self._where}: passed over {len(wrong)} trials that say what cannot be, "
-                f"the first {wrong[0]}"
+                f"study {self._where}: passed over {plural(len(wrong), 'trial')} "
+                f"saying what cannot be, the first {wrong[0]}"
             )
 
     def _opened(self, storage: BaseStorage, strategy: Strategy) -> optuna.Study:

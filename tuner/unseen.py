@@ -15,7 +15,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS, Case
-from jetfire.report.text import mean
+from jetfire.report.text import mean, plural
 from jetfire.report.tuned import LOOKUPS_SCHEMA, NEAR
 from jetfire.tuner.options import TuneOptions
 from jetfire.tuner.search import FinishedSearch, SearchTarget
@@ -97,7 +97,7 @@ def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
         return "no lookup was compared"
     near = sum(ratio <= NEAR for ratio in ratios)
     return (
-        f"{near} of {len(ratios)} lookups are within {NEAR - 1:.0%} of what tuning gives; "
+        f"{near} of {plural(len(ratios), 'lookup')} within {NEAR - 1:.0%} of what tuning gives; "
         f"geometric mean {mean(ratios) - 1:.1%} slower, worst {ratios[-1] - 1:.1%}"
     )
 

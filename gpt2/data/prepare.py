@@ -29,6 +29,7 @@ from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.corpora import Corpus, Piece
 from jetfire.gpt2.data.prepared import META, SPLITS, CorpusSource, Meta, cache, opened, read_meta
 from jetfire.gpt2.data.tokenizers import RANKS, Tokenizer
+from jetfire.report.text import plural
 
 # The share of documents held out: half a percent, more where that is under MINIMUM tokens, never
 # above MOST. One text, or too few documents to choose from, gives its last TAIL instead.
@@ -54,7 +55,7 @@ def run(
     terminal.note(
         f"{meta['train']} training and {meta['validation']} validation tokens "
         f"({meta['tokenizer']['name']}, vocabulary {meta['vocabulary']}) of "
-        f"{meta['documents']} documents"
+        f"{plural(meta['documents'], 'document')}"
     )
     terminal.result({"folder": folder}, lambda: print(folder))
 

@@ -40,6 +40,7 @@ from jetfire.gpt2.training.parallel import Group
 from jetfire.gpt2.training.runs import TOKENIZER, Run, opened
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import autocast
+from jetfire.report.text import plural
 
 
 class Stop:
@@ -274,7 +275,7 @@ class RunSummary:
         if end["best"] is not None:
             best = end["best"]
             moved += f"best validation loss {best['loss']:.4f} at step {best['step']}, "
-        took = f"{end['step']} steps, {end['seconds']:.1f} s"
+        took = f"{plural(end['step'], 'step')}, {end['seconds']:.1f} s"
         return f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
 
 

@@ -21,7 +21,7 @@ from jetfire.gpt2.training.settings import Settings, make
 from jetfire.nn.recipes import RECIPES
 from jetfire.report import output
 from jetfire.report.table import Table
-from jetfire.report.text import fixed
+from jetfire.report.text import fixed, plural
 
 GIB = 2.0**30
 # Tokens by tokenizer, and by the text whose characters are known.
@@ -177,8 +177,9 @@ def plan(asked: PlanOptions) -> None:
 def _show(settings: Settings, vocabulary: int, own: Needs, others: Sequence[Fit]) -> None:
     one, console = settings, terminal.console(100)
     console.print(
-        f"{one.recipe}, {one.layers} layers of width {one.width}, vocabulary {vocabulary} "
-        f"({one.data}), {one.batch}×{one.context} tokens, {one.accumulate} times a step"
+        f"{one.recipe}, {plural(one.layers, 'layer')} of width {one.width}, "
+        f"vocabulary {vocabulary} ({one.data}), {one.batch}×{one.context} tokens, "
+        f"{plural(one.accumulate, 'time')} per step"
     )
     for title, sizes in _sizes(own, others).items():
         console.print(_table(title, sizes).rich(folded=(0,)))

@@ -33,6 +33,7 @@ from jetfire.gpt2.training.settings import (
     load,
     resumed,
 )
+from jetfire.report.text import plural
 
 TOKENIZER = "tokenizer"
 
@@ -191,8 +192,8 @@ def _check_log(folder: Path, saved: Checkpoint | None) -> None:
     written = any(record["kind"] == "checkpoint" for record in records)
     if saved is None and steps and (gone or written):
         raise UsageError(
-            f"--resume: the log of {folder} has {max(steps)} steps, and its checkpoints are gone: "
-            f"put {folder / checkpoint.FOLDER} back, or begin another run with -o"
+            f"--resume: the log of {folder} has {plural(max(steps), 'step')}, and its checkpoints "
+            f"are gone: put {folder / checkpoint.FOLDER} back, or begin another run with -o"
         )
 
 
@@ -201,7 +202,7 @@ def _shared_out(begun: Mapping[str, Any], run: Path, world: int) -> dict[str, An
     micros = begun["accumulate"]
     if micros % world:
         raise UsageError(
-            f"--resume with {world} processes: {run} has {micros} micro-batches a step: "
+            f"--resume with {world} processes: {run} has {micros} micro-batches per step: "
             f"expected a number of processes that divides them"
         )
     return {**begun, "accumulate": micros // world}

@@ -28,6 +28,7 @@ from jetfire.gpt2.training.study_record import StudyRecord, StudyRun
 from jetfire.nn.recipes import RECIPES
 from jetfire.report import output
 from jetfire.report import study as report
+from jetfire.report.text import plural
 
 RECORD = "study.json"
 _NAME = re.compile(r"(.+)-seed([0-9]{1,19})")
@@ -269,7 +270,7 @@ def places(device: str) -> list[str | None]:
     if kind == "cpu" or (kind == "auto" and not count):
         return [None]
     if int(index or 0) >= count:
-        raise NoDeviceError(f"device {device!r}: this machine has {count} CUDA devices")
+        raise NoDeviceError(f"device {device!r}: this machine has {plural(count, 'CUDA device')}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
     return [names[int(index)]] if index else [*names]
@@ -339,7 +340,7 @@ class Workers:
         jobs = min(self.asked.jobs or len(gpus), len(pairs))
         free = deque(gpus[number % len(gpus)] for number in range(jobs))
         at_once, waiting, stop = -(-jobs // len(gpus)), deque(pairs), Stop()
-        note(f"{len(pairs)} of {len(self.asked.pairs)} runs to do, {jobs} at a time")
+        note(f"{len(pairs)} of {plural(len(self.asked.pairs), 'run')} to do, {jobs} at a time")
         try:
             with stop.listening():
                 while self._children or (waiting and not stop.asked):
@@ -390,8 +391,8 @@ class Workers:
         if self.failed:
             name, code, said = self.failed[0]
             raise StudyFailed(
-                f"{len(self.failed)} of {len(self.asked.pairs)} runs failed; the same command "
-                f"tries again; {name}, exit code {code}: {said or 'it said nothing'}",
+                f"{len(self.failed)} of {plural(len(self.asked.pairs), 'run')} failed; the same "
+                f"command tries again; {name}, exit code {code}: {said or 'it said nothing'}",
                 code,
             )
         if self.stopped:
