@@ -31,6 +31,7 @@ from jetfire.export.library import Compiled, Library, code_files, dims, header, 
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
+from jetfire.report.text import time_text
 
 
 def takes(kernel: Kernel) -> bool:
@@ -109,7 +110,7 @@ def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
     entry, asked, found = tuned.entry, plan.sizes(tuned.problem), plan.sizes_tuned(tuned)
     nearest = "" if found == asked else f" (nearest tuned: {fields(found)})"
     return (
-        f"{fields(asked)}{nearest}: {entry.ms:.4g} ms, found by {entry.trials:d} trials of "
+        f"{fields(asked)}{nearest}: {time_text(entry.ms)}, found by {entry.trials:d} trials of "
         f"{Foreign(entry.strategy).comment()} {tuned.where.comment()}."
     )
 

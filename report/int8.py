@@ -15,6 +15,7 @@ from jetfire.report.table import Section, Table
 from jetfire.report.text import (
     NOTHING,
     data_text,
+    error_text,
     fixed,
     rate_text,
     share,
@@ -254,7 +255,7 @@ def _promoted(block: int, label: str, rows: Sequence[Row]) -> list[str]:
         times(ratio(fastest(of["normal"]), "cublas_bf16")),
         *(_cell(of[kind], lambda row: row.sqnr_db, 1) for kind in PROMOTION_DATA),
         _cell(of[PROMOTION_DATA[-1]], lambda row: row.row_sqnr_db, 1),
-        f"{max(errors):.1e}" if errors else NOTHING,
+        error_text(max(errors)) if errors else NOTHING,
     ]
 
 

@@ -13,6 +13,7 @@ from jetfire.report.rows import fastest, grouped, varying
 from jetfire.report.table import Table
 from jetfire.report.text import (
     NOTHING,
+    error_text,
     fixed,
     gib,
     rate_text,
@@ -76,7 +77,6 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 def cells(row: Row) -> dict[str, str]:
     """Return one row's texts by column; empty where there is nothing to say."""
-    error = "" if row.rel_err is None else "exact" if row.rel_err == 0 else f"{row.rel_err:.1e}"
     texts = {
         "kernel": row.label,
         "time": time_text(row.ms),
@@ -89,7 +89,7 @@ def cells(row: Row) -> dict[str, str]:
         "MHz": f"{fixed(row.sm_mhz)}{'!' if row.throttled else ''}",
         "W": fixed(row.watts),
         "SQNR dB": fixed(row.sqnr_db, 1),
-        "error": "WRONG" if row.ok is False else error,
+        "error": "WRONG" if row.ok is False else error_text(row.rel_err),
     }
     always = ("time", "rate")
     return {

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 NOTHING = "–"  # stands in a cell without a value
 NO_GPU = "this is the CPU: no figure here says anything about a GPU"
 # Units by their size in the first of its kind.
+COUNTS = (("trillion", 1e12), ("billion", 1e9), ("million", 1e6))
 TIMES = (("s", 1e3), ("ms", 1.0), ("µs", 1e-3), ("ns", 1e-6))
 OPERATIONS = (("TFLOP/s", 1.0), ("GFLOP/s", 1e-3), ("MFLOP/s", 1e-6), ("kFLOP/s", 1e-9))
 BYTES = (("GB/s", 1.0), ("MB/s", 1e-3), ("kB/s", 1e-6), ("B/s", 1e-9))
@@ -89,6 +90,11 @@ def plural(count: int, one: str, several: str | None = None) -> str:
         several: where that is not `one` with an s.
     """
     return f"{count} {one if count == 1 else several or f'{one}s'}"
+
+
+def error_text(error: float | None) -> str:
+    """Return a relative error; ``exact`` for none, nothing where it is not known."""
+    return "" if error is None else "exact" if error == 0 else f"{error:.1e}"
 
 
 def counted(count: int, total: int) -> str:

@@ -11,7 +11,7 @@ from jetfire.measure.results import Results, Row
 from jetfire.report import curves, documents, int8, plot
 from jetfire.report.chart import KERNEL_COLOURS, MARKERS
 from jetfire.report.documents import BEGIN, END
-from jetfire.report.text import plural
+from jetfire.report.text import COUNTS, error_text, plural, scaled
 
 DEVICE = {
     "name": "NVIDIA H200",
@@ -110,6 +110,12 @@ def place(tmp_path):
 
 def arguments(place, *more):
     return [str(place[0]), "--readme", str(place[1]), *more]
+
+
+def test_large_counts_and_errors():
+    assert scaled(52.8e12, COUNTS) == "52.8 trillion"
+    assert scaled(124e6, COUNTS) == "124 million"
+    assert [error_text(error) for error in (None, 0.0, 1.72e-3)] == ["", "exact", "1.7e-03"]
 
 
 def test_a_count_is_told_with_its_noun():

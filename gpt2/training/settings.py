@@ -28,6 +28,7 @@ from jetfire.gpt2.model.shape import (
     Width,
 )
 from jetfire.nn import recipes
+from jetfire.report.text import COUNTS, scaled
 
 # As `--set` has settings, which is what a preset stands for.
 _LONG = "accumulate=64,steps=20000,warmup=700,evaluate_every=500,evaluate_batches=40"
@@ -165,8 +166,8 @@ class Settings:
         shape.check(self.precision())
         if (parameters := shape.block_weights) > MOST_PARAMETERS:
             raise UsageError(
-                f"layers={self.layers} width={self.width}: {parameters:.2g} parameters: expected "
-                f"at most {MOST_PARAMETERS:.2g}"
+                f"layers={self.layers} width={self.width}: {scaled(parameters, COUNTS)} "
+                f"parameters: expected at most {scaled(MOST_PARAMETERS, COUNTS)}"
             )
         for name in _sizes(type(shape)):  # for 0 the size that it stands for
             object.__setattr__(self, name, getattr(shape, name))
