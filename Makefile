@@ -55,8 +55,11 @@ format: $(INSTALLED)  ## rewrite to the style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-types: $(INSTALLED)  ## mypy
+types: $(INSTALLED) .typings/jetfire  ## mypy
 	$(PY) -m mypy
+
+.typings/jetfire:  # the package by its name, whatever the checkout is called; no sdist holds a link
+	mkdir -p .typings && ln -s .. $@
 
 audit: $(INSTALLED)  ## registers, spills and matrix instructions of every default config, by arch
 	$(PY) -m jetfire.cli audit
