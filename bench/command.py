@@ -145,7 +145,7 @@ def _config(asked: BenchOptions) -> dict[str, str]:
 
 
 def _sized(request: Request, device: Device) -> Request:
-    """With a size for the device where none was given, or the workload of the only op."""
+    """Return a request with a size for the device, or the only op's workload, if it has none."""
     on_gpu = device.kind == "cuda"
     if on_gpu and not request.workload and not request.sizes:
         chosen = plan.choose_ops(request.ops)
@@ -314,7 +314,7 @@ def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner
 
 @dataclass
 class Output:
-    """Where the rows of a run go: to the terminal, a file and a plot, also when it is cut short.
+    """What takes a run's rows to the terminal, a file and a plot, also when it is cut short.
 
     Attributes:
         record: the device, as `device_record` has it.

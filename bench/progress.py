@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: a bar on a terminal, a line a problem elsewhere."""
+"""How far a run is, on stderr: a bar on a terminal, a line per problem elsewhere."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class _Export:
 
     @property
     def aligned(self) -> tuple[str, ...]:
-        """Which of the function's pointers must lie at multiples of 16."""
+        """Return which of the function's pointers must lie at multiples of 16."""
         names = [p.name for p in self.plan.signature.parameters] + ["workspace"] * self.workspace
         return tuple(name for name in names if name in self.host.aligned)
 

@@ -49,7 +49,7 @@ class TensorTable:
         return str(self.parameter.dtype).removeprefix("torch.")
 
     def c(self) -> dict[str, Any]:
-        """Its rows in the C tables."""
+        """Return the tensor's rows in the C tables."""
         return {
             "name": self.name,
             "dtype": self.dtype,

@@ -1,4 +1,4 @@
-"""Where cases run: in this process, or in one that may crash or hang at no one else's cost."""
+"""Runners of cases: in this process, or in one that may crash or hang at no one else's cost."""
 
 from __future__ import annotations
 

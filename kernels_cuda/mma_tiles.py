@@ -123,7 +123,7 @@ def misfit(config: TileConfig) -> str | None:
         if not 16 <= share <= 64:
             return f"{name}={size}: {share} a warp, expected 16 to 64"
         if size < 4 * config.warps:
-            return f"{name}={size}: expected at least 4 rows a warp to fetch"
+            return f"{name}={size}: expected at least 4 rows per warp to fetch"
     return None
 
 

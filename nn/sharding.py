@@ -1,4 +1,4 @@
-"""Which weights of a model FSDP2 gathers as INT8 codes."""
+"""The weights of a model that FSDP2 gathers as INT8 codes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def layers(results: Results) -> Section:
 
 
 def stages(results: Results) -> Section:
-    """Where forward and backward spend their time."""
+    """Return what says where forward and backward spend their time."""
     tables = [
         table
         for mode in ("fwd", "bwd")

@@ -60,7 +60,7 @@ def series_of(rows: Sequence[Row]) -> list[Series]:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where a shape stands on the x axis: at a size, or at its place in a list of shapes."""
+    """A shape's place on the x axis: at a size, or at its place in a list of shapes."""
 
     label: str
     position: Mapping[tuple[int, ...], float]

@@ -154,7 +154,7 @@ class Preset:
             f"{head['tokens']['train'] / 1e6:.2f} M; dropout {s['dropout']}. "
             f"{'Seed' if len(seeds) == 1 else 'Seeds'} {', '.join(map(str, seeds))}; initial "
             "weights and the order of the data are the seed's, whatever the recipe. Losses are "
-            "nats a token, of the same windows of validation tokens for all."
+            "nats per token, of the same windows of validation tokens for all."
         ]
         if len(seeds) == 1:
             parts.append("With one seed a recipe, how much another seed would change is not known.")
@@ -174,7 +174,7 @@ class Preset:
         timed = any(recipe.ms is not None for recipe in self.recipes)
         over = f"over {BASE}'s"
         head = ["recipe", "as", "final validation loss", over, "best validation loss", over]
-        speed = ["ms a step", "tokens/s", f"× {BASE}"] if timed else []
+        speed = ["ms per step", "tokens/s", f"× {BASE}"] if timed else []
         lines = [
             [
                 recipe.name,

@@ -19,7 +19,7 @@ def table(record: StudyRecord, of: str = "") -> Table:
         of: what stands before the head.
     """
     minus = f"minus {record['base']}'s"
-    head = [f"{of}recipe", "seeds", "training loss", minus, "validation loss", minus, "ms a step"]
+    head = [f"{of}recipe", "seeds", "training loss", minus, "validation loss", minus, "ms per step"]
     return Table(head, [[name, *_row(found)] for name, found in record["recipes"].items()])
 
 
@@ -80,7 +80,7 @@ def explained(record: StudyRecord) -> str:
         f"Paired by seed: the same initial weights, the same batches in the same order. Training "
         f"loss is the mean of steps {first} to {last}, "
         f"{'each token read once' if record['fresh'] else 'of tokens read again too'} ({often}); "
-        f"validation loss is the last. Nats a token."
+        f"validation loss is the last. Nats per token."
     ]
     if "seeds" in over:
         parts.append("Brackets: 95%, Student's t over seeds.")

@@ -123,7 +123,7 @@ def steps(results: Results) -> Section:
         "against BF16 eager's. × is the peer's time over the row's; FP8 is torchao's float8 "
         "training under torch.compile, the faster of its two recipes. INT8 runs as a CUDA graph, "
         "torch.compile as it launches. TFLOP/s count 6 for each weight and token, "
-        f"and attention. {_MEMORY} J is the board's energy a step; first is the variant's first "
+        f"and attention. {_MEMORY} J is the board's energy per step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."
     )
     return _section(results, [STEP, LLAMA_STEP], "Training steps", text)

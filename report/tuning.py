@@ -153,12 +153,12 @@ def _result(digest: Digest) -> Pairs:
     )
     pairs = [
         (name, fields_text(config)),
-        ("time a call", f"{_digits(median)} ms{spread}"),
+        ("time per call", f"{_digits(median)} ms{spread}"),
         ("gain over the default", _gain(digest.default_ms, median)),
     ]
     joules = (final or {}).get("joules") or (digest.best.joules if digest.best else None)
     if joules is not None:
-        pairs.append(("energy a call", f"{_digits(joules)} J"))
+        pairs.append(("energy per call", f"{_digits(joules)} J"))
     if final and final.get("incumbent_ms") is not None:
         pairs.append(("gain over the incumbent", _gain(final["incumbent_ms"], median)))
     peers: Mapping[str, float] = (final or {}).get("vs_peer") or {}

@@ -33,7 +33,7 @@ COLOURS = {
 }
 BEST, DEFAULT, ROOF = "#009e73", "#b455c8", "#888888"
 FAST, SLOW = (31, 119, 208), (217, 119, 43)
-COST = {"ms": "time a call (ms)", "J": "energy a call (J)"}
+COST = {"ms": "time per call (ms)", "J": "energy per call (J)"}
 SHADES = 16
 Ticks = tuple[list[float], list[str]]
 Of = Callable[["Attempt"], Any]  # a coordinate of a trial's point

@@ -47,7 +47,7 @@ def test_slices_are_of_one_block():
     config = KERNEL.Config(32, 32, 16, slices=2)
     assert KERNEL.legal(OP.Problem(32, 32), config, device) is None
     config = KERNEL.Config(32, 32, 32, slices=2)
-    assert "an element a thread" in KERNEL.legal(OP.Problem(32, 32), config, device)
+    assert "an element per thread" in KERNEL.legal(OP.Problem(32, 32), config, device)
 
 
 @pytest.mark.parametrize("data", ["outlier", "gradient"])

@@ -321,7 +321,7 @@ def test_the_first_process_alone_speaks(runs):
     assert first["out"].startswith("tiny bf16: loss ")
     assert first["out"].count("\n") == 1
     assert "2 × " in first["err"]
-    assert "; 256 tokens a step" in first["err"]
+    assert "; 256 tokens per step" in first["err"]
     assert second["out"] == second["err"] == ""
     assert log.read(runs / "ddp")[0]["device"]["processes"] == 2
     assert [r["step"] for r in log.read(runs / "ddp") if r["kind"] == "step"] == [*range(1, 9)]

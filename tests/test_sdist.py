@@ -1,4 +1,4 @@
-"""The source distribution: all that the checkout has, so that its tests run where it is unpacked."""
+"""The source distribution: all that the checkout has, so that its tests run unpacked."""
 
 import subprocess
 import sys

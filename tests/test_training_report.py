@@ -259,7 +259,7 @@ def test_runs_that_shared_a_gpu_have_no_times(place):
                 keep.write(file, file.parent, 1, 3)
     section = addition(Results(DEVICE), place).sections[0].markdown()
     assert "Several runs shared a GPU" in section
-    assert "ms a step" not in section
+    assert "ms per step" not in section
 
 
 def test_an_unfinished_run_is_refused(place):

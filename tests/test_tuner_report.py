@@ -184,7 +184,7 @@ def test_history_has_every_trial_where_it_belongs():
     }
     layout = figure["layout"]
     assert layout["yaxis"]["type"] == "log"
-    assert layout["yaxis"]["title"]["text"] == "time a call (ms)"
+    assert layout["yaxis"]["title"]["text"] == "time per call (ms)"
     assert layout["yaxis"]["domain"][1] < layout["yaxis2"]["domain"][0]
     assert 10 ** layout["yaxis"]["range"][0] < 0.5 < 9 < 10 ** layout["yaxis"]["range"][1]
 
@@ -226,7 +226,7 @@ def test_importance_of_two_objectives_is_told_apart():
 def test_parallel_coordinates_rank_values_and_leave_out_what_never_varies():
     figure = page_of(study_of(TRIALS, final=FINAL)).figures["study-0-parallel"]
     names = figure["layout"]["xaxis"]["ticktext"]
-    assert names == ["tile_m", "stages", "flag", "time a call (ms)"]
+    assert names == ["tile_m", "stages", "flag", "time per call (ms)"]
     labels = {(a["x"], a["text"]): a["y"] for a in figure["layout"]["annotations"]}
     assert labels[0, "64"] < labels[0, "128"] < labels[0, "256"]
     assert labels[2, "False"] < labels[2, "True"]
@@ -315,7 +315,7 @@ def test_summary_and_provenance_say_the_final_figures():
     assert result["config (the best, of the final comparison)"] == (
         "tile_m=256 stages=4 flag=False warps=4"
     )
-    assert result["time a call"] == "0.5200 ms (p20–p80: 0.5100–0.5500)"
+    assert result["time per call"] == "0.5200 ms (p20–p80: 0.5100–0.5500)"
     assert result["gain over the default"] == "2.000× (1.040 ms)"
     assert result["gain over the incumbent"] == "1.500× (0.7800 ms)"
     assert result["gain over cublas_bf16"] == "1.250×"
@@ -499,9 +499,9 @@ def test_energy_objective_is_told_in_joules():
     figure = page.figures["study-0-history"]
     assert traces(figure)["ok"]["y"] == [0.4, 0.2]
     assert traces(figure)["slow"]["yaxis"] == "y2"  # stopped before its energy was read
-    assert figure["layout"]["yaxis"]["title"]["text"] == "energy a call (J)"
-    assert page.pairs("result")["time a call"].startswith("2.000 ms")
-    assert page.pairs("result")["energy a call"] == "0.2000 J"
+    assert figure["layout"]["yaxis"]["title"]["text"] == "energy per call (J)"
+    assert page.pairs("result")["time per call"].startswith("2.000 ms")
+    assert page.pairs("result")["energy per call"] == "0.2000 J"
     assert page.table("trials")[0][5] == "J"
 
 
@@ -518,8 +518,8 @@ def test_both_objectives_have_their_front():
     front = traces(figure)["Pareto front"]
     assert (front["x"], front["y"]) == ([0.9, 1.0, 1.5, 2.0], [0.9, 0.5, 0.4, 0.2])
     assert traces(figure)["best"]["x"] == [2.0]  # of the least product
-    assert figure["layout"]["xaxis"]["title"]["text"] == "time a call (ms)"
-    assert figure["layout"]["yaxis"]["title"]["text"] == "energy a call (J)"
+    assert figure["layout"]["xaxis"]["title"]["text"] == "time per call (ms)"
+    assert figure["layout"]["yaxis"]["title"]["text"] == "energy per call (J)"
     assert "study-0-time" not in page_of(study_of(TRIALS)).figures
 
 

@@ -307,7 +307,7 @@ class Session:
         self.tuned.append(FinishedSearch(target, found, final, study.finished(), saved))
 
     def _finish_together(self, work: Sequence[SearchTarget]) -> None:
-        """Of each kernel, decide on one config for all its problems, and save it for each.
+        """Decide on one config of each kernel for all its problems, and save it for each.
 
         Every search's best few, its default and the config in use run on every problem.
         """

@@ -41,7 +41,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which entries are listed; all, unless something says otherwise.
+    """The entries that are listed; all, unless something says otherwise.
 
     Attributes:
         fields: field of a problem → the values that it may have, as texts.

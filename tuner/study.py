@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def studies_folder() -> Path:
-    """Where journals and logs are kept: JETFIRE_STUDIES, else the platform's user data folder."""
+    """Return the folder of journals and logs: JETFIRE_STUDIES, else in the user's data folder."""
     if set_by_user := os.environ.get("JETFIRE_STUDIES"):
         return Path(set_by_user)
     import platformdirs
@@ -538,7 +538,7 @@ def _is_alive(pid: int, began_at: str) -> bool:
 
 
 def _process_space() -> str:
-    """Where a process's number means that process: the boot, and a container's namespace.
+    """Return what a process's number is unique in: the boot, and a container's namespace.
 
     Containers may share a host's name. Empty where the system does not say.
     """

@@ -32,7 +32,7 @@ class Measurement:
         outcome: ``ok``; ``slow``, hopeless after a first look, of which `ms` is all there is; or
             why there is no time: ``illegal``, ``compile``, ``timeout``, ``crash``, ``wrong``.
         ms, ms_p20, ms_p80: milliseconds a call: the median and two percentiles.
-        joules: energy a call, where it was asked for and can be read.
+        joules: energy per call, where it was asked for and can be read.
         message: all that is known of a failure.
         seconds: wall time that it cost.
     """

@@ -26,7 +26,7 @@ SMALLEST, LARGEST = 512, 16384
 
 
 def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
-    """As many problems as are asked for, of ops in turn, each with the kernel a model would run.
+    """Return as many problems as are asked for, by op in turn, with the kernel a model would run.
 
     Sizes are spread evenly in their logarithm, multiples of 8 rows and of 16 otherwise, or of a
     Hadamard group's 32: a step may have any number of tokens, while a layer's widths are round.
@@ -65,7 +65,7 @@ def _draw(op: Op, rng: np.random.Generator) -> Any:
 
 
 def rows(tuned: Sequence[FinishedSearch]) -> list[dict[str, Any]]:
-    """A row a problem: times of the lookup's config, the default and the tuned one, in one run."""
+    """Return a row per problem: times of the lookup's config, the default and the tuned one."""
     found = []
     for one in tuned:
         final, op, problem = one.final, one.target.case.op, one.target.case.problem

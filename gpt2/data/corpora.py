@@ -1,4 +1,4 @@
-"""Where text comes from: named corpora, and any files and folders of text.
+"""Sources of text: named corpora, and any files and folders of text.
 
 A corpus is a list of files, read as a stream of pieces: a document is one piece or several, cut
 where no tokenizer would notice, so that memory is bounded by `PIECE` and not by a file's size. Only
@@ -282,8 +282,11 @@ def _pieces(blocks: Iterable[str]) -> Iterator[Piece]:
 
 
 def _cut(text: str) -> int:
-    """Where to cut a text longer than PIECE: after a newline between two characters that are no
-    white space, where GPT-2's pattern cuts too; without one after any newline, else anywhere."""
+    """Return where to cut a text longer than PIECE.
+
+    That is after a newline between two characters that are no white space, where GPT-2's pattern
+    cuts too; without one after any newline, else anywhere.
+    """
     for place in (m.start() for m in re.finditer(r"\n", text[PIECE // 2 : PIECE])):
         at = place + PIECE // 2
         if not text[at - 1].isspace() and not text[at + 1].isspace():
@@ -334,7 +337,7 @@ _INLINE = (
 
 
 class _Page(HTMLParser):
-    """The text of a page: a line a block, no title, scripts or styles; <pre> as it is."""
+    """Return the text of a page: a line per block, no title, scripts or styles; <pre> as it is."""
 
     SKIPPED = ("title", "script", "style", "template", "svg", "noscript")
     INLINE = frozenset(_INLINE.split())

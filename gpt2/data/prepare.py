@@ -118,7 +118,7 @@ def _turn(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def default_folder(names: Sequence[str], tokenizer: str) -> Path:
-    """Where these are prepared unless told otherwise; python's depends on the Python."""
+    """Return the usual folder of prepared tokens; python's depends on the Python."""
     stem = corpora.stem(names)
     if any(name not in corpora.NAMED for name in names):
         return Path(f"{stem}-{tokenizer}")

@@ -119,7 +119,7 @@ class TokenFile:
         return found.st_ino, found.st_size, *times, self._vocabulary
 
     def ids(self) -> NDArray[Any]:
-        """Its tokens, mapped into memory."""
+        """Return the file's tokens, mapped into memory."""
         count = self.stamp[1] // self._dtype.itemsize
         return (
             np.memmap(self._file, self._dtype, "r", shape=(count,))

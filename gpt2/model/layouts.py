@@ -108,7 +108,7 @@ class _GPT2Sizes(TypedDict):
 
 
 class _GPT2Config(_GPT2Sizes, total=False):
-    """And what of it must be as ours is, or may be."""
+    """A config.json's sizes, and what of it must be as ours is, or may be."""
 
     n_inner: int | None
     resid_pdrop: Dropout
@@ -143,7 +143,7 @@ class _LlamaSizes(TypedDict):
 
 
 class _LlamaConfig(_LlamaSizes, total=False):
-    """And what of it must be as ours is, or may be."""
+    """A config.json's sizes, and what of it must be as ours is, or may be."""
 
     num_key_value_heads: Depth | None
     head_dim: int | None
@@ -267,7 +267,7 @@ LAYOUTS = {
 
 
 class _Typed(TypedDict, total=False):
-    """Which family a config.json is of; the first ones of GPT-2 do not say."""
+    """The family that a config.json is of; the first ones of GPT-2 do not say."""
 
     model_type: Scalar
 

@@ -74,7 +74,7 @@ class Stop:
 
 
 def prepared_data(settings: Settings) -> Path:
-    """Where the run's tokens are; text is prepared on first use, into the cache.
+    """Return the folder of a run's tokens; text is prepared on first use, into the cache.
 
     Raises:
         UsageError: there is no such data.
@@ -130,7 +130,7 @@ def _announce(training: Training, run: Run, device: Device) -> None:
         where += f" ({', '.join(how)})"
     note(
         f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {where}; "
-        f"{training.tokens_per_step} tokens a step, {going}to step {one.steps}; in {run.folder}"
+        f"{training.tokens_per_step} tokens per step, {going}to step {one.steps}; in {run.folder}"
     )
     if training.peak is not None:
         note(f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})")
@@ -155,7 +155,7 @@ def train(asked: TrainOptions) -> None:
 
 @contextmanager
 def algorithms(settings: Settings) -> Iterator[None]:
-    """Where asked for, only those that give the same bits again."""
+    """Use, where asked for, only algorithms that give the same bits again."""
     before = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if settings.deterministic:

@@ -1,4 +1,4 @@
-"""Where a step went wrong: the first output of a module, or gradient, that is not finite."""
+"""The place of a step's fault: the first output of a module, or gradient, that is not finite."""
 
 from __future__ import annotations
 

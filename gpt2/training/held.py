@@ -85,12 +85,12 @@ class Sizes:
 
     @property
     def x(self) -> int:
-        """Those of the stream, tokens × width."""
+        """Return the bytes of the stream, tokens × width."""
         return self.tokens * self.shape.width
 
     @property
     def w(self) -> int:
-        """Those of a weight, width × width."""
+        """Return the bytes of a weight, width × width."""
         return self.shape.width**2
 
     @property
@@ -123,7 +123,7 @@ def code_bytes(side: int | None) -> float:
 
 
 class InputBytes(NamedTuple):
-    """Of a number of an INT8 product's input.
+    """Bytes for each number of an INT8 product's input.
 
     Attributes:
         kept: bytes that backward keeps of it.
@@ -143,7 +143,7 @@ def input_bytes(recipe: Recipe) -> InputBytes:
 
 
 class Int4Bytes(NamedTuple):
-    """Of `Int4Linear` (nn/int4.py).
+    """Bytes for each number that `Int4Linear` (nn/int4.py) holds.
 
     Attributes:
         code: bytes that backward keeps of a number of an input: packed, with one row in 64 in BF16.

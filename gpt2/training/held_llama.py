@@ -25,27 +25,27 @@ class _Sizes(Sizes):
 
     @property
     def k(self) -> int:
-        """Those of keys, and of values: tokens × their width."""
+        """Return the bytes of keys, or of values: tokens × their width."""
         return self.x * self.shape.kv_heads // self.shape.heads
 
     @property
     def h(self) -> int:
-        """Those of the MLP, tokens × hidden."""
+        """Return the bytes of the MLP, tokens × hidden."""
         return self.tokens * self.shape.hidden
 
     @property
     def wk(self) -> int:
-        """Those of key's weight, and of value's."""
+        """Return the bytes of key's weight, or of value's."""
         return self.w * self.shape.kv_heads // self.shape.heads
 
     @property
     def wh(self) -> int:
-        """Those of gate's weight, of up's and of down's."""
+        """Return the bytes of gate's weight, of up's or of down's."""
         return self.shape.width * self.shape.hidden
 
     @property
     def weights(self) -> int:
-        """Those of a block's."""
+        """Return the bytes of a block's weights."""
         return 2 * self.w + 2 * self.wk + 3 * self.wh
 
     @property
@@ -55,7 +55,7 @@ class _Sizes(Sizes):
 
     @property
     def angles(self) -> int:
-        """Those of the cosine of each position and of each number of a head."""
+        """Return the bytes of the cosine of each position and of each number of a head."""
         return self.shape.context * self.per_head
 
     @property

@@ -6,7 +6,7 @@ tokens_per_s, mfu and peak_gib; ``evaluation`` step and loss; ``checkpoint`` the
 was written; ``watch`` what INT8 is about to do to the first micro-batch of a step, for the first
 process; ``fault`` and ``end`` what they say. ``resume`` has what ``run`` has and the step that
 a process goes on after, of which what was logged before of later steps no longer counts; ``cut``
-says that the line before it was never finished. Losses are nats a token.
+says that the line before it was never finished. Losses are nats per token.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ TENSORBOARD, WANDB = "tensorboard", "wandb.json"  # in the run's folder
 
 
 class _Place(TypedDict):
-    """Where W&B keeps a run."""
+    """The place where W&B keeps a run."""
 
     id: schema.Name
 

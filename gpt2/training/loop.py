@@ -139,6 +139,6 @@ class Training(Trained):
         return message
 
     def _kept(self) -> str:
-        """Where the newest checkpoint is, for a message."""
+        """Return where the newest checkpoint is, for a message."""
         found = checkpoint.listed(self.folder) if self.folder else []
         return f"the last checkpoint is {found[-1]}" if found else "no checkpoint was written"

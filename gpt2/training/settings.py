@@ -41,7 +41,7 @@ _PRESETS = {
     "shakespeare-char": "layers=6,heads=6,width=384,context=256,batch=64,dropout=0.2,steps=5000,"
     "rate=1e-3,warmup=100,beta2=0.99,evaluate_every=250,evaluate_batches=20,"
     "checkpoint_every=1000,data=shakespeare-char",
-    # Rates of Brown et al. (2020), table 2.1; half a million tokens a step.
+    # Rates of Brown et al. (2020), table 2.1; half a million tokens per step.
     "gpt2-124m": f"{_LONG},layers=12,heads=12,width=768",
     "gpt2-350m": f"{_LONG},layers=24,heads=16,width=1024,rate=3e-4",
     "gpt2-774m": f"{_LONG},layers=36,heads=20,width=1280,rate=2.5e-4",

@@ -241,7 +241,7 @@ def show(record: StudyRecord, form: str = "table") -> None:
 
 
 def _print(record: StudyRecord) -> None:
-    terminal.console(width=160).print(report.table(record).rich(spare=("seeds", "ms a step")))
+    terminal.console(width=160).print(report.table(record).rich(spare=("seeds", "ms per step")))
     print(report.explained(record))
 
 

@@ -277,7 +277,7 @@ class TritonAdamw(TileKernel):
             )
         if rows * config.tile_n < 32 * config.warps:
             # Threads that share an element would read it before and after it is updated.
-            return f"{rows}×{config.tile_n} of {config.warps} warps: expected an element a thread"
+            return f"{rows}×{config.tile_n} of {config.warps} warps: expected an element per thread"
         return super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> AdamwConfig:

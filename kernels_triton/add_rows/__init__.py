@@ -22,8 +22,8 @@ from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.kernel import Launch, TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, grid_reason, power_reason
 
-# Of the second launch: rows of `parts` at once, 16 to each of its warps, four columns a thread. The
-# most frequent of 16384 tokens may have a hundred programs of 32.
+# Of the second launch: rows of `parts` at once, 16 to each of its warps, four columns per thread.
+# The most frequent of 16384 tokens may have a hundred programs of 32.
 PARTS, PARTS_N, PARTS_WARPS = 64, 128, 4
 
 

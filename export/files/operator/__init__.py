@@ -24,7 +24,7 @@ __version__: str = _MANIFEST["version"]
 
 
 def _shape(tensor: dict[str, Any], sizes: dict[int, Any]) -> list[Any]:
-    """Its sides at some sizes, by their numbers."""
+    """Return a tensor's sides at some sizes, by their numbers."""
     return [
         factor if dim < 0 else (factor * sizes[dim] + divisor - 1) // divisor
         for dim, factor, divisor in tensor["shape"]

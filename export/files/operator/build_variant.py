@@ -70,7 +70,7 @@ def identifier() -> str:
 
 
 def variant_name() -> str:
-    """As `kernels` looks for it: PyTorch's stable interface, CUDA's version, the machine."""
+    """Return the folder that `kernels` looks for: stable interface, CUDA's version, machine."""
     found = re.search(r"#define CUDA_VERSION (\d+)", (toolkit() / "include/cuda.h").read_text())
     assert found is not None
     version = int(found[1])

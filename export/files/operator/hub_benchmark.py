@@ -1,4 +1,4 @@
-"""For `kernels benchmark`: a call at the sizes that it was made for, on recorded inputs."""
+"""What `kernels benchmark` runs: a call at the sizes that it was made for, on recorded inputs."""
 
 import json
 from pathlib import Path

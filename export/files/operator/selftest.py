@@ -68,7 +68,7 @@ def load(name: str, prefix: str = "") -> torch.Tensor:
 
 
 def arguments() -> list[Any]:
-    """Of one call; its own, as a call may update them."""
+    """Return the arguments of one call, which may update them: no other call gets the same."""
     return [*map(load, INPUTS), *NUMBERS]
 
 

@@ -19,7 +19,7 @@ if (ROOT / "csrc" / "pybind.cpp").exists():
 
 
 class AnyPythonWheel(bdist_wheel):
-    """For any Python: nothing in it is built against one."""
+    """A wheel for any Python: nothing in it is built against one."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
