@@ -291,6 +291,12 @@ def test_cases_are_the_presets_and_three_more():
         ),
         (["bench", "block", "--set", "layers=2"], "--set layers=2: expected one of width"),
         (["bench", "tiny", "--set", "batch=0"], "--set batch=0: expected an integer"),
+        (["bench", "tiny", "--set", "optimizer=sgd"], "optimizer=sgd: expected adamw or adamw8"),
+        (["bench", "tiny", "--set", "optimiser=adamw"], "(did you mean optimizer?): expected one"),
+        (
+            ["bench", "block", "--set", "optimizer=adamw8"],
+            "--set optimizer=adamw8: block takes no step: expected a preset",
+        ),
         (["bench", "tiny", "--recipe", "bf16"], "--recipe bf16: expected one of int8, int8-"),
         (["bench", "tiny", "--peer", "gemm"], "--peer gemm: expected one of eager, compile"),
         (["bench", "tiny", "--append"], "--append: expected -o FILE.json"),
@@ -331,6 +337,41 @@ def test_the_command_saves_shows_and_appends(tmp_path, capsys):
         "int8-block128",
     ]
     assert after.device["peaks"] == known
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named", "kinds"),
+    [("adamw", {}, [torch.float32]), ("adamw8", {"optimizer": "adamw8"}, [torch.int8])],
+)
+def test_recipes_have_the_optimizer_that_is_asked_for_and_peers_torch_s(optimizer, named, kinds):
+    case = cases.case_of("tiny", {"optimizer": optimizer, "batch": "2"}, ["int8-block32"])
+    assert case.as_dict() == {**dataclasses.asdict(case.problem), **named}
+    make = TrainingBench(CPU, print, rounds=1)._maker(case)
+    ours, theirs = make("int8-block32")(), make(EAGER)()
+    for subject in (ours, theirs):
+        subject.first()
+    weight = ours.model.blocks[0].qkv.weight
+    assert [ours.optimizer.state[weight]["exp_avg"].dtype] == kinds
+    assert type(theirs.optimizer) is torch.optim.AdamW
+    assert theirs.optimizer.state[theirs.model.blocks[0].qkv.weight]["exp_avg"].dtype == (
+        torch.float32
+    )
+
+
+def test_a_row_says_which_optimizer_its_recipe_had(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    words = [*WORDS, "--set", "width=128", "--recipe", "int8-block32", "-o", str(file), "--append"]
+    assert execute("train", words) == 0
+    assert execute("train", [*words, "--set", "optimizer=adamw8"]) == 0
+    out = capsys.readouterr().out
+    assert "vocabulary=64 accumulate=1 optimizer=adamw8" in out
+    assert "--set optimizer=adamw8" in out  # the command that measures it again
+    fp32, torch_s, in_codes, beside = Results.load(file).rows
+    assert [row.kernel for row in (fp32, in_codes)] == ["int8-block32"] * 2
+    assert in_codes.problem == {**fp32.problem, "optimizer": "adamw8"}
+    assert "optimizer" not in fp32.problem
+    assert (torch_s.kernel, beside.kernel) == (EAGER, EAGER)
+    assert in_codes.ok
 
 
 def test_a_wrong_result_is_the_exit_code(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,8 @@ def run(
             "--set",
             "KEY=V,...",
             "layers, heads, width, batch, context, vocabulary, accumulate; of Llama and hf: "
-            "kv_heads and hidden too; of hf: run and parallel=fsdp.",
+            "kv_heads and hidden too; of hf: run and parallel=fsdp; of a preset's recipes: "
+            "optimizer.",
         ),
     ] = None,
     peers: Annotated[
@@ -76,8 +77,7 @@ def run(
 
             others.bench(asked, case, chosen)
         return
-    cases.problem_of(case, split(asked.settings))
-    cases.recipes_of(chosen)
+    cases.case_of(case, split(asked.settings), chosen)
     cases.peers_of(asked.peers)
     from jetfire.gpt2.bench import steps as training
 

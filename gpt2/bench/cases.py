@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from jetfire.core.errors import UsageError, unknown
@@ -165,14 +165,19 @@ class TrainingWork(Protocol):
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One problem, and the recipes to measure of it."""
+    """One problem, and the recipes to measure of it.
+
+    Attributes:
+        state: `STATE` settings of the recipes' steps that are not the defaults, by name.
+    """
 
     problem: Problem
     recipes: Sequence[str] = INT8
+    state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for recipe in self.recipes:
-            self.problem.run(recipe=recipe)
+            self.problem.run(recipe=recipe, **self.state)
 
     @property
     def op(self) -> str:
@@ -189,7 +194,7 @@ class TrainingCase:
         return self.tokens * self.problem.shape.flops_per_token
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.problem)
+        return {**dataclasses.asdict(self.problem), **self.state}
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
@@ -202,6 +207,8 @@ _SIZES: dict[str, dict[str, int]] = {
     "tiny": {"vocabulary": 256},
     "tiny-llama": {"vocabulary": 256},
 }
+# What a step's recipes hold beside gradients, as training has it; the peers' is torch's AdamW.
+STATE = ("optimizer",)
 _STEPS = {"gpt2": StepProblem, "llama": LlamaStepProblem}
 # What `jetfire.models.sources` reads.
 OTHER_MODELS = ", hf:NAME, a config.json or MODULE:FUNCTION"
@@ -226,6 +233,29 @@ def problem_of(name: str, changes: Mapping[str, str] | None = None) -> Problem:
     return changed
 
 
+def case_of(name: str, changes: Mapping[str, str], recipes: Sequence[str]) -> TrainingCase:
+    """Return a named problem's case.
+
+    Args:
+        changes: sizes of the problem, and `STATE` of a step's recipes.
+
+    Raises:
+        UsageError: there is no such problem, size, setting or recipe.
+    """
+    chosen = recipes_of(recipes)
+    named = {one: text for one, text in changes.items() if one in STATE}
+    sizes = {one: text for one, text in changes.items() if one not in STATE}
+    problem = problem_of(name, sizes)
+    if named and not isinstance(problem, StepProblem):
+        one = next(iter(named))
+        raise UsageError(f"--set {one}={named[one]}: {name} takes no step: expected a preset")
+    usual = problem.run()
+    state = {
+        one: value for one, value in settings.checked(named).items() if value != getattr(usual, one)
+    }
+    return TrainingCase(problem, chosen, state)
+
+
 def _step_of(preset: str) -> StepProblem:
     """Return a micro-batch's step of a preset."""
     chosen = settings.make(preset, {})
@@ -236,10 +266,11 @@ def _step_of(preset: str) -> StepProblem:
 
 
 def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
-    known = [field.name for field in dataclasses.fields(problem)]
+    known = [one.name for one in dataclasses.fields(problem)]
     for name, text in changes.items():
         if name not in known:
-            raise unknown(f"--set {name}={text}", name, known)
+            more = STATE if isinstance(problem, StepProblem) else ()
+            raise unknown(f"--set {name}={text}", name, [*known, *more])
         if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
             raise UsageError(
                 f"--set {name}={text}: expected an integer of at least 1, and of at most 18 digits"

@@ -4,7 +4,8 @@ A row's kernel is the recipe. A step is forward, backward and clipped fused Adam
 forward and backward. Every variant is checked against BF16 eager in the same process, its memory is
 measured in eager calls, and then all are timed in turns: recipes as CUDA graphs, as one GPU trains
 them; a compiled step as torch launches it, a compiled block with and without a graph, of which the
-faster is the peer. Rows have these fields beside the usual ones:
+faster is the peer. A step's problem names the recipes' `optimizer` where it is not AdamW with fp32
+moments, which the peers have whatever it is. Rows have these fields beside the usual ones:
 
 - peak_gib, activation_gib: as `jetfire.gpt2.bench.subjects.Probe` has them; peer_peak_gib and
   peer_activation_gib the peers' {name: GiB}.
@@ -42,9 +43,9 @@ from jetfire.gpt2.bench.cases import (
     TorchVariant,
     TrainingCase,
     TrainingWork,
+    case_of,
     peers_of,
     problem_of,
-    recipes_of,
 )
 from jetfire.gpt2.bench.subjects import BlockSubject, Probe, StepSubject, Subject, Tensors, probe
 from jetfire.gpt2.training import settings
@@ -271,7 +272,8 @@ class TrainingBench:
             shape = (2, problem.accumulate, problem.batch, problem.context)
             ids = torch.randint(problem.vocabulary, shape, device=where, generator=generator)
             micros: list[Micro] = list(zip(*ids, strict=True))
-            return lambda name: partial(StepSubject, problem, name, micros, where, self.seed)
+            state = case.state
+            return lambda name: partial(StepSubject, problem, name, micros, where, self.seed, state)
         size = (2, problem.batch, problem.context, problem.width)
         values = torch.randn(size, dtype=torch.float32, device=where, generator=generator)
         x, dy = values.bfloat16()
@@ -384,13 +386,12 @@ def suite(asked: command.BenchOptions) -> None:
 
 
 def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> None:
-    """`jetfire train bench NAME`: one problem, the sizes in `asked.settings` changed.
+    """`jetfire train bench NAME`: one problem, what is in `asked.settings` changed.
 
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
-    changes = settings.split(asked.settings)
-    case = TrainingCase(problem_of(name, changes), recipes_of(recipes))
+    case = case_of(name, settings.split(asked.settings), recipes)
     run(asked, [case], replay(asked, name, case.recipes))
 
 

@@ -2,15 +2,16 @@
 
 Each variant is a subject that stays alive on the device while the others are measured: the recipes
 in INT8 and INT4, and as peers torch's own modules under BF16 autocast (`cases.TorchVariant`), with
-the same fp32 parameters and the same optimizer.
+the same fp32 parameters and the same optimizer, where the case names no other for the recipes.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -126,15 +127,25 @@ class StepSubject(Subject):
     Args:
         name: a recipe or a peer.
         micros: the batches of every step.
+        state: `cases.STATE` settings of a recipe.
     """
 
     def __init__(
-        self, problem: StepProblem, name: str, micros: list[Micro], device: torch.device, seed: int
+        self,
+        problem: StepProblem,
+        name: str,
+        micros: list[Micro],
+        device: torch.device,
+        seed: int,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         # A recipe's own step is launched as it is, and its loss is its own.
         peer = PEERS.get(name, TorchVariant(name, compiled=False))
         recipe = "bf16" if name in PEERS else name
-        chosen = problem.run(recipe=recipe, compile=peer.compiled, accumulate=problem.accumulate)
+        own: Mapping[str, Any] = {} if name in PEERS else state or {}
+        chosen = problem.run(
+            recipe=recipe, compile=peer.compiled, accumulate=problem.accumulate, **own
+        )
         torch.manual_seed(seed)  # the same parameters for every recipe
         with device:
             self.model: LanguageModel = model_of(problem.shape, recipe, peer.own_loss or None)
