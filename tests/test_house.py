@@ -155,6 +155,7 @@ NAMED = {
     "gpt2/training/held.py": ["sample_rows"],
     "gpt2/model/layouts.py": ["dropout"],
     # A setting's values.
+    "gpt2/training/arms.py": ["adamw", "adamw8"],
     "gpt2/training/checkpoint.py": ["adamw8"],
     "gpt2/training/settings.py": ["adamw", "adamw8"],
     "gpt2/training/step.py": ["adamw8"],

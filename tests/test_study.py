@@ -17,6 +17,7 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.gpt2.training import log, study, study_record
+from jetfire.gpt2.training.arms import Arm
 from jetfire.gpt2.training.finished import addition
 from jetfire.gpt2.training.settings import EARLIER, make
 from jetfire.gpt2.training.study_record import StudyRun, difference
@@ -91,7 +92,9 @@ def write(
 ) -> Path:
     """Write a run's folder as a run leaves it; its losses are 5 − step/10 + seed + apart."""
     head = {key: changes.pop(key) for key in ("runs_at_once",) if key in changes}
-    values = {"recipe": recipe, "seed": seed, "steps": steps, "order": "shuffled", **changes}
+    named = Arm.parse(recipe, "--recipe")
+    values = {"recipe": named.recipe, "seed": seed, "steps": steps, "order": "shuffled"}
+    values |= {**named.settings, **changes}
     run = folder / f"{recipe}-seed{seed}"
     run.mkdir(parents=True)
     records = [
@@ -213,6 +216,72 @@ def test_a_record_of_earlier_versions_is_gpt2_s(tmp_path):
         del kept["settings"][name]
     file.write_text(json.dumps(kept))
     assert study_record.added(second, study_record.read(file), file) == whole
+
+
+def test_a_record_pairs_optimizers_too(tmp_path):
+    """Arms of one recipe: their runs say which optimizer they had, and the common settings none."""
+    arms = {"bf16": 0.0, "int8": 0.01, "int8+adamw8": 0.03}
+    for arm, seed in itertools.product(arms, (0, 1)):
+        write(tmp_path, arm, seed, arms[arm])
+    found = made(tmp_path)
+    assert list(found["recipes"]) == ["bf16", "int8", "int8+adamw8"]
+    assert "optimizer" not in found["settings"]
+    ours = found["recipes"]["int8+adamw8"]
+    assert [run["settings"] for run in ours["runs"]] == [{"optimizer": "adamw8"}] * 2
+    assert ours["paired_difference"]["values"] == pytest.approx([0.03 * 18.5] * 2)
+    assert found["recipes"]["int8"]["paired_difference"]["values"] == pytest.approx([0.185] * 2)
+    other = study_record.make(study.begun(tmp_path), (17, 20), "int8+adamw8")
+    assert other["recipes"]["int8+adamw8"]["paired_difference"] is None
+    assert other["recipes"]["int8"]["paired_difference"]["mean"] == pytest.approx(-0.02 * 18.5)
+
+
+@pytest.mark.parametrize("later", [["int8+adamw8"], ["bf16", "int8+adamw8"]])
+@pytest.mark.parametrize("old", [True, False])
+def test_an_arm_is_added_to_a_record_of_other_arms(later, old, tmp_path):
+    """As where the record was made when there was one optimizer."""
+    for arm in dict.fromkeys(("bf16", "int8", *later)):
+        write(tmp_path / "whole", arm)
+        if arm in ("bf16", "int8"):
+            write(tmp_path / "first", arm)
+        if arm in later:
+            write(tmp_path / "second", arm)
+    whole, _, second = (made(tmp_path / part) for part in ("whole", "first", "second"))
+    file = tmp_path / "first" / "study.json"
+    if old:
+        kept = json.loads(file.read_text())
+        del kept["settings"]["optimizer"]
+        file.write_text(json.dumps(kept))
+    found = study_record.added(second, study_record.read(file), file)
+    assert list(found["recipes"]) == ["bf16", "int8", "int8+adamw8"]
+    for name, losses in found["recipes"].items():
+        assert losses["runs"] == whole["recipes"][name]["runs"]
+    assert found["settings"] == whole["settings"]
+    assert found["recipes"]["int8+adamw8"]["paired_difference"]["mean"] == 0.0
+
+
+def test_an_optimizer_that_no_arm_names_is_that_of_all(tmp_path):
+    write(tmp_path, "bf16", optimizer="adamw8")
+    write(tmp_path, "int8", optimizer="adamw8")
+    write(tmp_path, "int8+adamw")
+    found = made(tmp_path)
+    assert list(found["recipes"]) == ["bf16", "int8", "int8+adamw"]
+    write(tmp_path, "int8-block32")
+    with pytest.raises(UsageError, match=r"block32-seed0: was begun with optimizer=adamw: expe.*8"):
+        made(tmp_path)
+
+
+def test_a_run_with_another_optimizer_than_its_name_says_is_refused(tmp_path):
+    write(tmp_path, "int8+adamw8", optimizer="adamw")
+    with pytest.raises(UsageError, match="of another name: expected int8-seed0"):
+        made(tmp_path)
+
+
+def test_arms_are_named_one_way():
+    assert Arm.parse("int8+adamw8", "").name == "int8+adamw8"
+    assert Arm.parse("int8", "").settings == {}
+    words = asked_for(Path("s"), "bf16", "int8+adamw8").words(Arm("int8", ("adamw8",)), 1)
+    assert words[:5] == ["tiny", "--recipe", "int8", "--seed", "1"]
+    assert words[5:] == ["--set", "order=shuffled", "--set", "optimizer=adamw8"]
 
 
 @pytest.mark.parametrize(
@@ -532,6 +601,22 @@ def test_two_calls_make_one_study(home, capsys):
     assert run("--recipe", "int8-block64") == 2
     assert "was begun with other tokens than those in" in capsys.readouterr().err
     assert logs(home / "study") == after
+
+
+def test_optimizers_are_compared_as_recipes_are(home, capsys):
+    words = ["--set", "width=128,layers=1,heads=2", "--window", "5:8"]
+    assert run("--recipe", "bf16,int8-block32+adamw8", *words) == 0
+    assert run("--recipe", "int8-block32", *words) == 0
+    capsys.readouterr()
+    assert run("--recipe", "bf16,int8-block32+adamw8", *words) == 0
+    assert "int8-block32+adamw8" in capsys.readouterr().out
+    found = study_record.read(home / "study" / "study.json")
+    assert list(found["recipes"]) == ["bf16", "int8-block32", "int8-block32+adamw8"]
+    ours = log.read(home / "study" / "int8-block32+adamw8-seed0")[0]["settings"]
+    assert (ours["recipe"], ours["optimizer"]) == ("int8-block32", "adamw8")
+    ours, theirs = list(found["recipes"].values())[1:]
+    apart = [one["paired_difference"]["mean"] for one in (ours, theirs)]
+    assert 0 < abs(apart[0] - apart[1]) < 0.1
 
 
 def test_other_settings_are_refused_before_anything_runs(home, capsys):

@@ -24,7 +24,13 @@ def run(
         ),
     ],
     recipes: Annotated[
-        o.Texts, o.listed("--recipe", "NAME,...", "As for training (bf16,int8).", o.RECIPES)
+        o.Texts,
+        o.listed(
+            "--recipe",
+            "NAME,...",
+            "As for training, or with an optimizer as int8+adamw8 (bf16,int8).",
+            o.RECIPES,
+        ),
     ] = None,
     seeds: Annotated[o.Texts, o.listed("--seed", "INT,...", "Seeds of each (0).")] = None,
     steps: o.Steps = None,

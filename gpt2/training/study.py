@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetfire.core import files, processes, terminal
-from jetfire.core.errors import Interrupted, JetfireError, NoDeviceError, UsageError, unknown
+from jetfire.core.errors import Interrupted, JetfireError, NoDeviceError, UsageError
 from jetfire.core.terminal import note
 from jetfire.gpt2.data import prepared
-from jetfire.gpt2.training import log, options, study_record
+from jetfire.gpt2.training import arms, log, options, study_record
+from jetfire.gpt2.training.arms import Arm
 from jetfire.gpt2.training.options import TrainOptions
 from jetfire.gpt2.training.settings import SETTINGS, Settings, split
 from jetfire.gpt2.training.study_record import StudyRecord, StudyRun
-from jetfire.nn.recipes import RECIPES
 from jetfire.report import output
 from jetfire.report import study as report
 from jetfire.report.text import plural
@@ -40,6 +40,7 @@ class StudyOptions:
     """The options of `jetfire train study` as they were given.
 
     Attributes:
+        recipes, base: as `Arm.parse` reads them.
         jobs: runs at a time; None for one on each GPU.
         record: the file of the result; None for RECORD in the folder.
         window: the first and last step whose training losses count; None for the last fifth.
@@ -66,28 +67,30 @@ class StudyOptions:
         return self.record or self.output / RECORD
 
     @property
-    def pairs(self) -> list[tuple[str, int]]:
-        """Recipes and seeds, in the order of running: what is compared ends together."""
-        return [(recipe, seed) for seed in self.seeds for recipe in self.recipes]
+    def pairs(self) -> list[tuple[Arm, int]]:
+        """Arms and seeds, in the order of running: what is compared ends together."""
+        found = dict.fromkeys(Arm.parse(text, "--recipe") for text in self.recipes)
+        return [(arm, seed) for seed in self.seeds for arm in found]
 
-    def run(self, recipe: str, seed: int) -> TrainOptions:
+    def run(self, arm: Arm, seed: int) -> TrainOptions:
         """Return the options of one run; its tokens are fresh ones unless told otherwise."""
         fresh = () if "order" in split(self.settings) else ("order=shuffled",)
+        own = [f"{name}={value}" for name, value in arm.settings.items()]
         return TrainOptions(
             preset=self.preset,
-            recipe=recipe,
-            settings=(*fresh, *self.settings),
+            recipe=arm.recipe,
+            settings=(*fresh, *self.settings, *own),
             steps=self.steps,
             data=self.data,
-            output=self.output / name_of(recipe, seed),
+            output=self.output / name_of(arm, seed),
             device=self.device,
             seed=seed,
         )
 
-    def words(self, recipe: str, seed: int) -> list[str]:
+    def words(self, arm: Arm, seed: int) -> list[str]:
         """Return the words of `jetfire train` that begin a run."""
-        one = self.run(recipe, seed)
-        words = [self.preset, "--recipe", recipe, "--seed", str(seed)]
+        one = self.run(arm, seed)
+        words = [self.preset, "--recipe", arm.recipe, "--seed", str(seed)]
         words += [word for text in one.settings for word in ("--set", text)]
         words += [] if self.steps is None else ["--steps", str(self.steps)]
         return words + ([] if self.data is None else ["--data", self.data])
@@ -105,9 +108,9 @@ class StudyOptions:
         return first, last
 
 
-def name_of(recipe: str, seed: int) -> str:
+def name_of(arm: Arm, seed: int) -> str:
     """Return the name of a run's folder."""
-    return f"{recipe}-seed{seed}"
+    return f"{arm.name}-seed{seed}"
 
 
 def check(asked: StudyOptions) -> None:
@@ -115,22 +118,20 @@ def check(asked: StudyOptions) -> None:
     for name, option in (("recipe", "--recipe"), ("seed", "--seed"), ("parallel", "one GPU a run")):
         if name in split(asked.settings):
             raise UsageError(f"--set {name}=…: expected {option}")
-    if asked.base not in RECIPES:
-        raise unknown(f"--base {asked.base}", asked.base, RECIPES)
+    base, first = Arm.parse(asked.base, "--base"), asked.pairs[0]
     if asked.output.exists() and not asked.output.is_dir():
         raise UsageError(f"-o {asked.output}: expected a folder")
     if (asked.output / SETTINGS).exists():
         raise UsageError(f"-o {asked.output}: holds a run: name another folder")
-    for recipe in asked.recipes:
-        options.check(asked.run(recipe, asked.seeds[0]))
-    settings = asked.run(*asked.pairs[0]).begun()
+    for arm in dict.fromkeys(arm for arm, _ in asked.pairs):
+        options.check(asked.run(arm, asked.seeds[0]))
+    settings = asked.run(*first).begun()
     window = asked.bounds(settings.steps)
     files.check_output("--record", asked.record, ".json")
     if asked.record is not None and asked.record.exists():
         earlier = study_record.read(asked.record)
-        study_record.check_goes_on(
-            settings.as_dict(), asked.preset, window, asked.base, earlier, asked.record
-        )
+        common = study_record.unnamed(settings.as_dict(), first[0])
+        study_record.check_goes_on(common, asked.preset, window, base.name, earlier, asked.record)
 
 
 def study(asked: StudyOptions) -> None:
@@ -171,22 +172,27 @@ def begun(folder: Path) -> list[StudyRun]:
     """Return a study's runs, as recipes are listed and by seed."""
     found = []
     for path in sorted(folder.iterdir()):
-        run = StudyRun.read(path) if _NAME.fullmatch(path.name) and path.is_dir() else None
+        named = _NAME.fullmatch(path.name)
+        arm = arms.known(named[1]) if named else None
+        run = StudyRun.read(path, arm) if named and path.is_dir() else None
         if run is not None:
-            name = name_of(run.settings.recipe, run.seed)
+            right = arm is not None and arm.names(run.settings)
+            name = name_of(run.arm if right else Arm.of(run.settings), run.seed)
             if name != path.name:
                 raise UsageError(f"{path}: holds a run of another name: expected {name}")
             found.append(run)
-    return sorted(found, key=lambda run: (list(RECIPES).index(run.settings.recipe), run.seed))
+    return sorted(found, key=lambda run: (run.arm.order, run.seed))
 
 
 def _check_asked(asked: StudyOptions, runs: Sequence[StudyRun]) -> None:
     """Refuse runs that were begun with other settings than those asked for, or to compare with."""
     for run in runs:
-        pair, ours = (run.settings.recipe, run.seed), run.settings.as_dict()
+        pair, ours = (run.arm, run.seed), run.settings.as_dict()
         same = pair in asked.pairs
-        wanted = asked.run(*(pair if same else asked.pairs[0])).begun().as_dict()
-        name = study_record.differing(wanted, ours, {"data"} if same else study_record.FREE)
+        like = pair if same else asked.pairs[0]
+        wanted = asked.run(*like).begun().as_dict()
+        free = study_record.FREE | run.arm.settings.keys() | like[0].settings.keys()
+        name = study_record.differing(wanted, ours, {"data"} if same else free)
         if name is not None:
             raise UsageError(
                 f"{run.folder}: was begun with {name}={ours[name]}: expected {wanted[name]}, "
@@ -222,7 +228,7 @@ def _record(asked: StudyOptions) -> StudyRecord | None:
         return None
     names = [name_of(*pair) for pair in asked.pairs]
     window = asked.bounds(done[0].settings.steps)
-    record = study_record.make(runs, window, asked.base, names)
+    record = study_record.make(runs, window, Arm.parse(asked.base, "--base").name, names)
     if asked.record is not None and asked.record.exists():
         record = study_record.added(record, study_record.read(asked.record), asked.record)
     study_record.write(record, asked.file)
@@ -332,7 +338,7 @@ class Workers:
         self.stopped = self._unfinished = False
         self._children: list[Child] = []
 
-    def run(self, pairs: Sequence[tuple[str, int]]) -> None:
+    def run(self, pairs: Sequence[tuple[Arm, int]]) -> None:
         """Do all runs, or those that are under way until Ctrl-C stops them."""
         from jetfire.gpt2.training.command import Stop
 
@@ -357,7 +363,7 @@ class Workers:
             for child in self._children:
                 child.close()
 
-    def _start(self, pair: tuple[str, int], place: str | None, at_once: int) -> None:
+    def _start(self, pair: tuple[Arm, int], place: str | None, at_once: int) -> None:
         name = name_of(*pair)
         folder = self.asked.output / name
         words = ["--resume"] if name in self._begun else self.asked.words(*pair)

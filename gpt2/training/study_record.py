@@ -22,7 +22,8 @@ from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing
 from jetfire.core.schema import Count, Fields, Line, Measured, Name, NotNegative, Size
 from jetfire.gpt2.data.prepared import CorpusSource, TokenDigests
-from jetfire.gpt2.training import log
+from jetfire.gpt2.training import arms, log
+from jetfire.gpt2.training.arms import Arm
 from jetfire.gpt2.training.settings import (
     EARLIER,
     PROCESSES,
@@ -31,7 +32,6 @@ from jetfire.gpt2.training.settings import (
     resumed,
 )
 from jetfire.measure.noise import quantile
-from jetfire.nn.recipes import RECIPES
 from jetfire.report.runs import FinishedRun
 
 SCHEMA: Final = 1
@@ -86,7 +86,7 @@ class RunLosses(TypedDict):
     Attributes:
         training_loss: the mean over the window, with its standard error over the steps.
         ms: the median step's; None where other runs shared the GPU, or it went on on another.
-        settings: those that not all runs of the study have alike.
+        settings: those that not all runs of the study have alike, as arms of two optimizers.
     """
 
     seed: Count
@@ -100,7 +100,7 @@ class RunLosses(TypedDict):
 
 
 class RecipeLosses(TypedDict):
-    """A recipe's runs, and how it differs from the base; None for the base, or without a pair."""
+    """An arm's runs, and how it differs from the base; None for the base, or without a pair."""
 
     runs: Annotated[list[RunLosses], Field(min_length=1, max_length=1000)]
     paired_difference: Difference | None
@@ -115,6 +115,7 @@ class StudyRecord(TypedDict):
         fresh: whether no run read a token twice.
         window: the first and last step whose training losses count.
         unfinished: runs that were begun, or asked for, and are not in it.
+        recipes: by the arm's name; without further words a recipe's.
     """
 
     schema: Literal[1]
@@ -139,15 +140,21 @@ class StudyRun:
 
     Attributes:
         records: its log's; none where it was killed before the first.
+        arm: what of it the study compares.
     """
 
     folder: Path
     settings: Settings
     records: list[log.Record]
+    arm: Arm
 
     @classmethod
-    def read(cls, folder: Path) -> StudyRun | None:
-        """Return the run in a folder; None where none was begun."""
+    def read(cls, folder: Path, arm: Arm | None = None) -> StudyRun | None:
+        """Return the run in a folder; None where none was begun.
+
+        Args:
+            arm: as the folder's name says; None for what its settings say.
+        """
         try:
             found = log.records(folder / log.NAME)
         except Missing:
@@ -159,7 +166,8 @@ class StudyRun:
             return None
         known = {name: value for name, value in begun.items() if name != PROCESSES}
         try:
-            return cls(folder, resumed(known, {}, str(folder)), found if heads else [])
+            settings = resumed(known, {}, str(folder))
+            return cls(folder, settings, found if heads else [], arm or Arm.of(settings))
         except UsageError as error:
             raise UsageError(f"{folder}: {error}") from None
 
@@ -209,14 +217,21 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], free: Iterable[s
     return next((name for name in one.keys() - set(free) if one[name] != other[name]), None)
 
 
+def unnamed(settings: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
+    """Return the settings that an arm shares with others: those that it does not name."""
+    return {name: value for name, value in settings.items() if name not in arm.settings}
+
+
 def check_alike(runs: Sequence[StudyRun]) -> None:
     """Refuse runs of one folder that are not of one study."""
-    for run in runs[1:]:
-        first = runs[0]
-        ours, theirs = first.settings.as_dict(), run.settings.as_dict()
-        name = differing(ours, theirs, FREE)
-        if name is not None:
-            raise _unlike(run, f"{name}={theirs[name]}", first, ours[name])
+    first_with: dict[str, StudyRun] = {}  # a setting that its arm does not name
+    for run in runs:
+        theirs = unnamed(run.settings.as_dict(), run.arm)
+        for name in theirs.keys() - FREE:
+            first = first_with.setdefault(name, run)
+            ours = getattr(first.settings, name)
+            if theirs[name] != ours:
+                raise _unlike(run, f"{name}={theirs[name]}", first, ours)
     logged = [run for run in runs if run.records]
     for run in logged[1:]:
         first = logged[0]
@@ -281,7 +296,7 @@ def make(
     begun = {run.folder.name for run in runs}
     recipes: dict[str, list[StudyRun]] = {}
     for run in done:
-        recipes.setdefault(run.settings.recipe, []).append(run)
+        recipes.setdefault(run.arm.name, []).append(run)
     return {
         "schema": SCHEMA,
         "device": ", ".join(dict.fromkeys(name for run in done for name in run.devices)),
@@ -316,7 +331,7 @@ def _recipe(
     theirs = {run.seed: run for run in base}
     pairs = [(run, theirs[run.seed]) for run in ours if run.seed in theirs]
     training = validation = None
-    if pairs and ours[0].settings.recipe != base[0].settings.recipe:
+    if pairs and ours[0].arm != base[0].arm:
         steps = {
             run.seed: [a - b for a, b in zip(run.losses(window), other.losses(window), strict=True)]
             for run, other in pairs
@@ -359,7 +374,7 @@ def added(record: StudyRecord, earlier: StudyRecord, file: Path) -> StudyRecord:
         UsageError: the earlier one is of another study.
     """
     check_goes_on(
-        record["settings"], record["preset"], record["window"], record["base"], earlier, file
+        _shared(record), record["preset"], record["window"], record["base"], earlier, file
     )
     ours, theirs = (one["data"]["tokens"]["sha256"]["train"][:12] for one in (record, earlier))
     _check_same("data", ours, theirs, file)
@@ -399,10 +414,16 @@ def added(record: StudyRecord, earlier: StudyRecord, file: Path) -> StudyRecord:
                     if recipe in one["recipes"]
                 ],
             )
-            for recipe in RECIPES
-            if (by_seed := runs.get(recipe))
+            for recipe in _ordered(runs)
+            if (by_seed := runs[recipe])
         },
     }
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Return names of arms as recipes are listed; without those that this version does not know."""
+    found = [arm for name in names if (arm := arms.known(name)) is not None]
+    return [arm.name for arm in sorted(found, key=lambda arm: arm.order)]
 
 
 def check_goes_on(
@@ -420,9 +441,19 @@ def check_goes_on(
     """
     for name, ours in (("preset", preset), ("window", window), ("base", base)):
         _check_same(name, ours, earlier[name], file)  # type: ignore[literal-required]
-    before = earlier["settings"]
+    before = _shared(earlier)
     for name in sorted((settings.keys() & before.keys()) - FREE):
         _check_same(name, settings[name], before[name], file)
+
+
+def _shared(record: StudyRecord) -> dict[str, Any]:
+    """Return the settings that a record's arms have in common, of those that name no other."""
+    found: dict[str, Any] = {}
+    for name, losses in record["recipes"].items():
+        arm = arms.known(name) or Arm(name)
+        for run in losses["runs"]:
+            found = {**unnamed({**record["settings"], **run["settings"]}, arm), **found}
+    return found
 
 
 def _check_same(name: str, ours: Any, theirs: Any, file: Path) -> None:
@@ -501,5 +532,7 @@ def read(file: Path) -> StudyRecord:
         Unreadable: it is no study's record, or of another version.
     """
     record = schema.load(file, StudyRecord, version=SCHEMA)
-    record["settings"] = {**EARLIER, **record["settings"]}
+    every = [run["settings"] for losses in record["recipes"].values() for run in losses["runs"]]
+    unsaid = {name: value for name, value in EARLIER.items() if not any(name in s for s in every)}
+    record["settings"] = {**unsaid, **record["settings"]}
     return record
