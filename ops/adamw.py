@@ -84,11 +84,13 @@ class Adamw(StandardOp):
 
     def drawn(self, problem: AdamwProblem, source: Source) -> Tensors:
         """Return the state of a training that is some hundreds of steps old."""
+        import torch
+
         specs = self.reads(problem)
         inputs = draw({name: specs[name] for name in STATE}, source)
         inputs["exp_avg"] *= 0.1
         inputs["exp_avg_sq"] = inputs["exp_avg_sq"].square()
-        rate = inputs["param"].new_tensor(1e-3)
+        rate = inputs["param"].new_tensor(1e-3, dtype=torch.float32)
         inputs |= {"rate": rate, "step": 1 + source.integers(1000).float()}
         if problem.guarded:
             inputs |= {"grad_scale": 1 + source.normal().abs(), "found_inf": 0 * rate}
@@ -151,8 +153,9 @@ class Adamw(StandardOp):
     def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
         step, param = self.fused(problem, inputs)
+        dtype = getattr(problem, "dtype", "fp32")
         codes = QuantizeProblem(
-            problem.m, problem.n, block=problem.block, dtype="fp32", layout=problem.layout
+            problem.m, problem.n, block=problem.block, dtype=dtype, layout=problem.layout
         )
 
         def eager() -> Any:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["int8_adamw8"]
 
 Codes = Literal["none", "q", "qt", "both"]
+Wide = Literal["fp32", "bf16"]
 MOMENTS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 UPDATED = ("param", *MOMENTS)
 GROUP = 128  # numbers of a row that share a scale, as in jetfire.reference.adamw8
@@ -44,13 +45,22 @@ def scales(m: int, n: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Adamw8Problem(AdamwProblem):
-    """param (m×n fp32) and its moments' codes after a step, and the codes of the new param.
+    """param (m×n `dtype`) and its moments' codes after a step, and the codes of the new param.
 
     The moments are int8 m×n with fp32 scales m×⌈n/128⌉. With the layout `none` no codes of the
-    param are written, and `block` is of no matter. The rest is as in `AdamwProblem`.
+    param are written, and `block` is of no matter. The gradient has the param's dtype. In bf16 the
+    new param is rounded stochastically, by a seed. The rest is as in `AdamwProblem`.
     """
 
     layout: Codes = "both"  # type: ignore[assignment]
+    dtype: Wide = "fp32"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, without a dtype of fp32, as when there was no other."""
+        fields = super().as_dict()
+        if self.dtype == "fp32":
+            del fields["dtype"]
+        return fields
 
 
 class Adamw8(Adamw):
@@ -65,35 +75,42 @@ class Adamw8(Adamw):
         codes, groups = Spec("int8", (m, n)), Spec("fp32", scales(m, n))
         return dict(zip(MOMENTS, (codes, groups, codes, groups), strict=True))
 
-    def reads(self, problem: AdamwProblem) -> Specs:
-        return {**super().reads(problem), **self._moments(problem)}
+    def reads(self, problem: Any) -> Specs:
+        weight = Spec(problem.dtype, (problem.m, problem.n))
+        seed = {"seed": Spec("int64", (1,))} if problem.dtype == "bf16" else {}
+        given = {**super().reads(problem), "param": weight, "grad": weight}
+        return {**given, **self._moments(problem), **seed}
 
-    def writes(self, problem: AdamwProblem) -> Specs:
+    def writes(self, problem: Any) -> Specs:
         m, n, layout = problem.m, problem.n, problem.layout
         codes = {} if layout == "none" else quantized(m, n, problem.block, layout=layout)
-        return {"param": Spec("fp32", (m, n)), **self._moments(problem), **codes}
+        return {"param": Spec(problem.dtype, (m, n)), **self._moments(problem), **codes}
 
-    def drawn(self, problem: AdamwProblem, source: Source) -> Tensors:
+    def drawn(self, problem: Any, source: Source) -> Tensors:
+        from jetfire.core.tensors import dtype_of
         from jetfire.reference.adamw8 import first_codes, second_codes
 
         inputs = ADAMW.drawn(problem, source)
         codes = *first_codes(inputs["exp_avg"]), *second_codes(inputs["exp_avg_sq"])
-        return inputs | dict(zip(MOMENTS, codes, strict=True))
+        inputs |= {name: inputs[name].to(dtype_of(problem.dtype)) for name in ("param", "grad")}
+        seed = {"seed": source.seed()} if problem.dtype == "bf16" else {}
+        return inputs | dict(zip(MOMENTS, codes, strict=True)) | seed
 
     def updated(self, problem: AdamwProblem) -> tuple[str, ...]:
         return UPDATED
 
-    def reference(self, problem: AdamwProblem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: Any, inputs: Tensors) -> Tensors:
         """Return the moments' codes, which are exact, and the update in float64 with its bounds.
 
-        The bounds are a few roundings of its terms, and what `UPDATE` says.
+        The bounds are a few roundings of its terms, and what `UPDATE` says. In bf16 they are what
+        the random bits make of these: where both ends come to one number, that is the only one.
         """
         import torch
 
         from jetfire.reference import adamw8
         from jetfire.reference.adamw import rounded
 
-        p = inputs["param"]
+        p, grad = inputs["param"].float(), inputs["grad"].float()
         kept = {name: inputs[name] for name in MOMENTS}
         if "found_inf" in inputs and float(inputs["found_inf"]) != 0:
             unmoved = {"param_bound": torch.zeros_like(p, dtype=torch.float64)}
@@ -101,7 +118,7 @@ class Adamw8(Adamw):
         m, v = adamw8.moments(
             adamw8.first_values(*(kept[name] for name in MOMENTS[:2])),
             adamw8.second_values(*(kept[name] for name in MOMENTS[2:])),
-            inputs["grad"],
+            grad,
             problem.beta1,
             problem.beta2,
             inputs.get("grad_scale"),
@@ -116,9 +133,17 @@ class Adamw8(Adamw):
         moved = size * m.double().abs()
         bound = (UPDATE * moved + least) / denominator + 3 * ROUNDING * p.double().abs() + least
         largest = m.double().abs() * (max(size, 1.0) / denominator).clamp(min=size)
+        bound = bound.nan_to_num(0.0)
+        if problem.dtype == "bf16":
+            low, high = (
+                adamw8.narrowed((new + end).float(), inputs["seed"]).double()
+                for end in (-bound, bound)
+            )
+            new = torch.where(low == high, low, (low + high) / 2)  # of infinity, itself
+            bound = ((high - low) / 2).nan_to_num(0.0)
         return {
             "param": new,
-            "param_bound": bound.nan_to_num(0.0),
+            "param_bound": bound,
             "param_over": (largest >= OVER) | torch.isinf(p),
             **dict(zip(MOMENTS, codes, strict=True)),
         }
@@ -137,8 +162,9 @@ class Adamw8(Adamw):
         """Return torch's fused AdamW of fp32's moments, then plain torch's quantisation if any."""
         from jetfire.reference.adamw8 import first_values, second_values
 
-        m = first_values(inputs["exp_avg"], inputs["exp_avg_scale"])
-        v = second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"])
+        dtype = inputs["param"].dtype  # torch's has all of one
+        m = first_values(inputs["exp_avg"], inputs["exp_avg_scale"]).to(dtype)
+        v = second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"]).to(dtype)
         wide = {**inputs, "exp_avg": m, "exp_avg_sq": v}
         if problem.layout == "none":
             return self.fused(problem, wide)[0]
@@ -162,8 +188,10 @@ _adamw8 = Operator(
     "adamw8(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
     " Tensor(e!) exp_avg_sq_scale, Tensor(f!)? q, Tensor(g!)? scale, Tensor(h!)? qt,"
     " Tensor(i!)? scale_t, Tensor grad, Tensor rate, Tensor step, Tensor? grad_scale,"
-    " Tensor? found_inf, int block, float beta1, float beta2, float eps, float decay) -> ()",
+    " Tensor? found_inf, Tensor? seed, int block, float beta1, float beta2, float eps, float"
+    " decay) -> ()",
     derive=_codes_given,
+    dtype_field="dtype",
 )
 
 
@@ -187,19 +215,21 @@ def int8_adamw8(
     found_inf: Tensor | None = None,
     layout: Codes = "both",
     out: Quantized | None = None,
+    seed: Tensor | None = None,
 ) -> Quantized | None:
     """Make a step of AdamW in place, and return the new param's codes, rounded to nearest.
 
     Args:
-        param, grad: fp32 m×n, param contiguous. What is written shares no memory with another
-            argument.
+        param, grad: fp32 m×n, or both bf16, param contiguous. What is written shares no memory
+            with another argument.
         exp_avg, exp_avg_sq: the moments' codes, int8 m×n, contiguous; before the first step zeros.
         exp_avg_scale, exp_avg_sq_scale: their scales, fp32 m×⌈n/128⌉, contiguous; at first zeros.
         layout: `none` for no codes of the param: None is returned.
+        seed: int64, one element, on param's device: what a bf16 param is rounded by.
         rest: as in `int8_adamw`.
     """
-    expect.same_shape("param", param, param)
-    expect.same_shape("grad", grad, param)
+    expect.matrix("param", param, ("float32", "bfloat16"))
+    expect.same_shape("grad", grad, param, expect.named(param.dtype))
     expect.contiguous("param", param)
     m, n = param.shape
     moments = dict(
@@ -215,8 +245,9 @@ def int8_adamw8(
     codes = {} if layout == "none" else expect.room(out, m, n, block, layout, param)
     refuse_in_place({"param": param, **moments, **codes}, {"grad": grad, **scalars})
     given = (codes.get(part) for part in names_of())
+    seed = expect.seed_on(seed, param) if expect.named(param.dtype) == "bfloat16" else None
     options = block, beta1, beta2, eps, decay
-    _adamw8(param, *moments.values(), *given, grad, *scalars.values(), *options)
+    _adamw8(param, *moments.values(), *given, grad, *scalars.values(), seed, *options)
     if layout == "none":
         return None
     return Quantized.of(tuple(codes.values()), layout, block) if out is None else out

@@ -13,6 +13,9 @@ they are 0.62 off, and 17 where a √v may have the code 0 (tests/test_adamw8.py
 needs no random numbers.
 
 What is kept is bit-exact: every kernel must reproduce it. Each operation rounds once, in fp32.
+
+A parameter in BF16 has no copy in fp32. Its new value is rounded stochastically, so that updates
+below half of its last place, which rounding to nearest would drop, are made in the mean.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import torch
 
 from jetfire.reference.adamw import rounded
+from jetfire.reference.philox import random_u16
 from jetfire.reference.quantize import TINY
 
 GROUP = 128
@@ -89,6 +93,18 @@ def second_values(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the second moments that codes stand for: z⁴ with z = (q + 127)·scale/2, fp32 m×n."""
     z = (q.float() + 127) * (_spread(scale, q.shape[1]) * 0.5)
     return (z * z) * (z * z)
+
+
+def narrowed(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """Round fp32 m×n to bf16, away from zero with the probability of what lies below.
+
+    Sixteen random bits are added to the sixteen that are then cut off. What bf16 holds stays as it
+    is, ±Inf and NaN too.
+    """
+    drawn = random_u16(seed, *x.shape).to(torch.int32)
+    top = (x.contiguous().view(torch.int32) + drawn) >> 16
+    found = top.to(torch.int16).view(torch.bfloat16)
+    return found.masked_fill(x.isnan(), torch.nan)
 
 
 def moments(

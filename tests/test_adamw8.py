@@ -11,7 +11,13 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.ops import int8_adamw8, int8_quantize
-from jetfire.reference.adamw8 import first_codes, first_values, second_codes, second_values
+from jetfire.reference.adamw8 import (
+    first_codes,
+    first_values,
+    narrowed,
+    second_codes,
+    second_values,
+)
 
 OP = registry.get("adamw8")
 KERNEL = registry.get_kernel("adamw8", "triton")
@@ -210,6 +216,97 @@ def test_the_peer_makes_the_same_step(device, layout):
     assert (OP.eager(problem, inputs)() is None) == (layout == "none")
 
 
+# A weight in bf16
+
+
+def test_rounding_to_bf16_is_right_in_the_mean_and_leaves_what_bf16_holds():
+    seed = torch.tensor([7])
+    kept = torch.randn(64, 256).bfloat16().float()
+    kept[0, :4] = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
+    assert torch.equal(narrowed(kept, seed).float(), kept)
+    assert narrowed(torch.full((1, 9), math.nan), seed).isnan().all()
+    payload = torch.tensor([[0x7F800001, -1]], dtype=torch.int32).view(torch.float32)
+    assert narrowed(payload, seed).isnan().all()
+    between = torch.full((512, 512), 1 + 2.0**-9)  # a quarter of the way to the next number
+    for sign in (1, -1):
+        found = narrowed(sign * between, seed).float() * sign
+        assert set(found.unique().tolist()) == {1.0, 1 + 2.0**-7}
+        share = float((found > 1).float().mean())
+        assert share == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / between.numel()))
+
+
+@pytest.mark.parametrize("data", ["outlier", "gradient"])
+@pytest.mark.parametrize("layout", ["none", "both"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (33, 50), (70, 160)])
+def test_a_weight_in_bf16(device, layout, data, m, n):
+    problem = OP.Problem(m, n, layout=layout, dtype="bf16", guarded=n == 50)
+    check(problem, OP.inputs(problem, device, data=data))
+
+
+@pytest.mark.parametrize(("tile_n", "slices"), [(128, 1), (128, 4), (256, 2)])
+def test_slices_of_a_block_in_bf16(device, tile_n, slices):
+    problem = OP.Problem(140, 300, block=128, dtype="bf16")
+    config = KERNEL.Config(128, tile_n, 16, slices=slices)
+    check(problem, OP.inputs(problem, device, data="outlier"), config)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_weight_in_bf16_that_is_not_finite(device):
+    problem = OP.Problem(40, 140, dtype="bf16")
+    inputs = OP.inputs(problem, device)
+    inputs["grad"][3, 5], inputs["param"][7, 9], inputs["param"][30, 130] = math.nan, math.inf, 3e38
+    check(problem, inputs)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_found_inf_leaves_a_weight_in_bf16(device, name):
+    kernel = registry.get_kernel("adamw8", name)
+    problem = OP.Problem(40, 140, guarded=True, dtype="bf16")
+    inputs = OP.inputs(problem, device if name == "triton" else torch.device("cpu"))
+    inputs["found_inf"].fill_(1)
+    inputs["grad"][3, 5] = math.inf
+    check(problem, inputs, kernel=kernel)
+
+
+def bf16_and_wide(m, n, device, **fields):
+    """Inputs of a weight in bf16, and the same numbers in fp32."""
+    narrow = OP.inputs(OP.Problem(m, n, dtype="bf16", **fields), device)
+    floats = {name: x.float() if x.dtype == torch.bfloat16 else x for name, x in narrow.items()}
+    return [{name: x.clone() for name, x in given.items()} for given in (narrow, floats)]
+
+
+def test_a_weight_in_bf16_is_fp32_s_rounded_to_the_bit(device):
+    """So is its moments' update, and its codes are those of the weight in bf16."""
+    narrow, floats = bf16_and_wide(70, 300, device)
+    seed = floats.pop("seed")
+    codes = int8_adamw8(**narrow, block=64)
+    int8_adamw8(**floats, block=64)
+    assert torch.equal(narrow["param"], narrowed(floats["param"], seed))
+    assert bool((narrow["param"].float() != floats["param"].bfloat16().float()).any())
+    for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+        assert torch.equal(narrow[name], floats[name])
+    expected = int8_quantize(narrow["param"], block=64, layout="both")
+    assert all(map(torch.equal, codes.tensors, expected.tensors))
+
+
+def test_small_updates_of_a_weight_in_bf16_are_made_in_the_mean(device):
+    """Each is an eighth of the last place: rounded to nearest, none would ever be made."""
+    param = torch.ones((64, 128), dtype=torch.bfloat16, device=device)
+    grad, moments = torch.ones_like(param), start(64, 128, device)
+    rate = torch.tensor(2.0**-11, device=device)
+    for step in range(1, 33):
+        count, seed = torch.tensor(float(step), device=device), torch.tensor([step], device=device)
+        options = {"decay": 0.0, "layout": "none", "seed": seed}
+        int8_adamw8(param, grad, *moments, rate, count, **options)
+    # 32 updates of 2^-11 each, of which a few may be made below 1, in steps half as large.
+    assert float(param.float().mean()) == pytest.approx(1 - 2.0**-6, abs=1e-3)
+
+
+def test_a_weight_in_bf16_moves_half_as_many_bytes():
+    problem = OP.Problem(4096, 4096, layout="none", dtype="bf16")
+    assert OP.bytes(problem) == 4096**2 * (2 * (2 + 8 / 128) + 6) + 8 + 8
+
+
 # The function
 
 
@@ -271,6 +368,12 @@ def test_bad_inputs(device):
             r"exp_avg_sq_scale is float32 \(4, 1\): expected float32 \(4, 2\)",
         ),
         ({"found_inf": torch.ones((), device=device)}, "grad_scale and found_inf: expected both"),
+        ({"param": inputs["param"].half()}, "param is float16: expected float32 or bfloat16"),
+        ({"param": inputs["param"].bfloat16()}, "grad is float32: expected bfloat16"),
+        (
+            {name: inputs[name].bfloat16() for name in ("param", "grad")},
+            "seed: expected an int64 tensor of one element",
+        ),
         ({"layout": "packed"}, "layout=packed: expected none or q or qt or both"),
         ({"beta2": 1.0}, "beta2=1.0: expected at least 0 and less than 1"),
     ]

@@ -29,7 +29,7 @@ FIELDS = {
     ],
     "add": [{"mode": m, "rounding": r} for m in ("fwd", "bwd") for r in ("nearest", "stochastic")],
     "adamw": [{"guarded": guarded} for guarded in (False, True)],
-    "adamw8": [{"guarded": guarded} for guarded in (False, True)],
+    "adamw8": [{"guarded": g, "dtype": d} for g, d in ((False, "fp32"), (True, "bf16"))],
     "dropout": [{"mode": m, "p": p} for m in ("fwd", "bwd") for p in (0.0, 0.3)],
 }
 CASES = [

@@ -22,7 +22,7 @@ PRODUCTS = ("largest/normal", "subnormal/largest", "normal/nonfinite")
 # Fields that take other paths, dealt out over the shapes.
 FIELDS = {
     "adamw": [{}, {"guarded": True}],
-    "adamw8": [{}, {"guarded": True, "layout": "none"}],
+    "adamw8": [{}, {"guarded": True, "layout": "none"}, {"dtype": "bf16"}],
     "add": [{"mode": "fwd"}, {"mode": "bwd", "rounding": "stochastic", "layout": "both"}],
     "bit_split": [{}, {"bits": 4, "dtype": "fp16"}],
     "cross_entropy": [{"mode": "fwd"}, {"mode": "bwd", "dtype": "fp16"}],

@@ -12,6 +12,7 @@ from jetfire.reference.adamw8 import (
     first_codes,
     first_values,
     moments,
+    narrowed,
     second_codes,
     second_values,
 )
@@ -48,15 +49,17 @@ def _updated(problem: Any, inputs: Tensors) -> Tensors:
     m, v = moments(
         first_values(inputs["exp_avg"], inputs["exp_avg_scale"]),
         second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"]),
-        inputs["grad"],
+        inputs["grad"].float(),
         problem.beta1,
         problem.beta2,
         inputs.get("grad_scale"),
     )
     beta1, beta2 = rounded(problem.beta1), rounded(problem.beta2)
     denominator = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(problem.eps)
-    p = inputs["param"] * (1 - rate * problem.decay)
+    p = inputs["param"].float() * (1 - rate * problem.decay)
     p = p.addcdiv_(m, denominator, value=-rate / (1 - beta1**step))
+    if problem.dtype == "bf16":
+        p = narrowed(p, inputs["seed"])
     return dict(zip(_STATE, (p, *first_codes(m), *second_codes(v)), strict=True))
 
 

@@ -17,7 +17,14 @@ from jetfire.kernels_triton.adamw import (
     store_both,
     store_codes,
 )
-from jetfire.kernels_triton.common import block_reduce_amax, block_scales, max_nan, tile_codes
+from jetfire.kernels_triton.common import (
+    STREAM_ROUNDING,
+    block_reduce_amax,
+    block_scales,
+    max_nan,
+    random_u16,
+    tile_codes,
+)
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     grid_origin,
@@ -59,6 +66,15 @@ def nearest(units):
 
 
 @triton.jit
+def narrowed(x, seed, row0, col0):
+    """Round an fp32 tile at (row0, col0) to bf16 as jetfire.reference.adamw8.narrowed does."""
+    bits = random_u16(seed, row0, col0, x.shape[0], x.shape[1], STREAM_ROUNDING)
+    top = tl.add(x.to(tl.uint32, bitcast=True), bits.to(tl.uint32), sanitize_overflow=False) >> 16
+    top = tl.where(x == x, top, 0x7FC0)
+    return top.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def stepped(
     param_ptr,
     grad_ptr,
@@ -79,9 +95,11 @@ def stepped(
     root,
     inverse,
     failed,
+    seed_ptr,
     R: tl.constexpr,
     C: tl.constexpr,
     GUARDED: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """Update the R×C tile at (row0, col0) of the parameter and its moments; return the parameter.
 
@@ -90,12 +108,15 @@ def stepped(
         size, root: rate/(1 − beta1^t) and (1 − beta2^t)^-½.
         inverse: of grad_scale.
         failed: nothing changes.
+        seed_ptr: what a parameter in bf16, which DTYPE says, is rounded by.
     """
     GROUPS: tl.constexpr = C // GROUP
     across, group0 = tl.cdiv(N, GROUP), col0 // GROUP
     within = inside(row0, col0, M, N, R, C)
     p = load_tile(param_ptr, row0, col0, M, N, N, R, C)
     g = load_tile(grad_ptr, row0, col0, M, N, stride, R, C)
+    if DTYPE == "bf16":
+        p, g = p.to(tl.float32), g.to(tl.float32)
     if GUARDED:
         g *= inverse
     m_scale = load_tile(exp_avg_scale_ptr, row0, group0, M, across, across, R, GROUPS)
@@ -119,12 +140,16 @@ def stepped(
     if GUARDED:
         new = tl.where(failed, p, new)
         rows = tl.where(failed, 0, M)
+    kept = new
+    if DTYPE == "bf16":
+        kept = narrowed(new, tl.load(seed_ptr), row0, col0)
+        new = kept.to(tl.float32)
     tl.debug_barrier()  # a scale is read by all threads that hold its group, and written by one
     store_codes(exp_avg_ptr, m_codes, row0, col0, rows, N)
     store_codes(exp_avg_sq_ptr, v_codes, row0, col0, rows, N)
     store_tile(exp_avg_scale_ptr, m_scale, row0, group0, rows, across, across)
     store_tile(exp_avg_sq_scale_ptr, v_scale, row0, group0, rows, across, across)
-    store_tile(param_ptr, new, row0, col0, rows, N, N)
+    store_tile(param_ptr, kept, row0, col0, rows, N, N)
     # Without an eps the padding's 0/0 would be in its block's amax.
     return tl.where(within, new, 0.0)
 
@@ -145,6 +170,7 @@ def adamw8_kernel(
     step_ptr,
     grad_scale_ptr,
     found_inf_ptr,
+    seed_ptr,
     M,
     N,
     stride,
@@ -160,6 +186,7 @@ def adamw8_kernel(
     LAYOUT: tl.constexpr,
     GUARDED: tl.constexpr,
     SLICES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     row0, col0 = grid_origin(TILE_M, TILE_N)
     rate = tl.load(rate_ptr)
@@ -197,9 +224,11 @@ def adamw8_kernel(
             root,
             inverse,
             failed,
+            seed_ptr,
             R,
             TILE_N,
             GUARDED,
+            DTYPE,
         )
         if LAYOUT != "none":
             amax = max_nan(amax, block_reduce_amax(p, PART))
@@ -211,6 +240,8 @@ def adamw8_kernel(
         for i in range(SLICES):
             # From the L2 cache: kept in registers, a tile would leave fewer for the update.
             p = load_tile(param_ptr, row0 + i * R, col0, M, N, N, R, TILE_N)
+            if DTYPE == "bf16":
+                p = p.to(tl.float32)
             q = tile_codes(p, multiplier, 0, row0, col0, PART, False)
             store_both(q, q_ptr, qt_ptr, row0 + i * R, col0, M, N, LAYOUT)
         down, over = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
