@@ -6,7 +6,7 @@ that has one first index. So what FSDP2 shards by rows has the codes of one proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,22 @@ def matrix(x: torch.Tensor) -> torch.Tensor:
     return (part.plain() if isinstance(part, CodedShard) else part).flatten(1)
 
 
-def zeros(param: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Return what is kept of a parameter before its first step; None where that is torch's."""
-    if _stays(param):
+def zeros(param: torch.Tensor, bf16: bool) -> dict[str, torch.Tensor] | None:
+    """Return what is kept of a parameter before its first step; None where that is torch's.
+
+    Args:
+        bf16: whether one in bf16 is not torch's.
+    """
+    if _stays(param, bf16):
         return None
     part = matrix(param)
     groups = scales(*part.shape)
     first, second = (
-        (torch.zeros_like(part, dtype=torch.int8), part.new_zeros(groups)) for _ in MOMENTS
+        (
+            torch.zeros_like(part, dtype=torch.int8),
+            part.new_zeros(groups, dtype=torch.float32),
+        )
+        for _ in MOMENTS
     )
     step = torch.zeros((), dtype=torch.float32, device=param.device)
     return {"step": step, **_state(param, first, second)}
@@ -56,27 +64,42 @@ def fit(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if state := optimizer.state.get(param):
-                _fit(param, state, group.get("bits", 32))
+                bf16 = group.get("rounding") == "stochastic"
+                _fit(param, state, group.get("bits", 32) == 32 or _stays(param, bf16))
 
 
-def _fit(param: torch.Tensor, state: dict[str, Any], bits: int) -> None:
+def _fit(param: torch.Tensor, state: dict[str, Any], stays: bool) -> None:
     in_codes = SCALES[0] in state
-    stays = bits == 32 or _stays(param)
     if in_codes and not stays:  # torch loads them as floats
         state.update({name: state[name].to(torch.int8) for name in MOMENTS})
     elif in_codes:
         decoders = adamw8.first_values, adamw8.second_values
         for name, scale, decode in zip(MOMENTS, SCALES, decoders, strict=True):
             values = decode(matrix(state[name]), matrix(state.pop(scale)))
-            state[name] = _whole(param, values, param.shape)
+            state[name] = _whole(param, values.to(param.dtype), param.shape)
     elif not stays:
-        m, v = (matrix(state[name]) for name in MOMENTS)
+        m, v = (matrix(state[name]).float() for name in MOMENTS)
         state.update(_state(param, adamw8.first_codes(m), adamw8.second_codes(v)))
+    elif param.dtype == torch.bfloat16:
+        state.update({name: state[name].to(param.dtype) for name in MOMENTS})
 
 
-def _stays(param: torch.Tensor) -> bool:
+def loaded(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the state of each parameter in bf16, and what a state dict gave for it."""
+    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for number, param in zip(numbers, params, strict=True):
+        given = state_dict["state"].get(number)
+        if given and param.dtype == torch.bfloat16:
+            yield optimizer.state[param], given
+
+
+def _stays(param: torch.Tensor, bf16: bool) -> bool:
     """Return whether the moments of a parameter are kept in floats whatever the bits."""
-    if param.dtype != torch.float32 or moment_scales(param.shape) is None:
+    narrow = bf16 and param.dtype == torch.bfloat16 and not is_dtensor(param)
+    if not (narrow or param.dtype == torch.float32) or moment_scales(param.shape) is None:
         return True
     if is_dtensor(param):
         from torch.distributed.tensor import Replicate, Shard

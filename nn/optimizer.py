@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.problem import Block
+from jetfire.core.problem import Block, Rounding
 from jetfire.core.tensors import Quantized
 from jetfire.nn import moments
 from jetfire.nn.linear import quantised_weights
@@ -84,9 +84,16 @@ class AdamW(torch.optim.AdamW):
     its rows, which are those of one process; one that is divided otherwise is torch's. A state
     dict, ours or torch's, loads in whatever bits it was kept, and is then kept in these.
 
+    Parameters in bf16 are torch's, which rounds them to nearest: an update below half of the last
+    place, a 256th of a weight and more, is lost. With `rounding="stochastic"` those whose moments
+    are codes are rounded so that it is made in the mean, and need no copy in fp32. The bits are
+    drawn by `seed`, the parameter's number among all and its count of steps: a run that goes on
+    draws what it would have drawn, and processes with the same parameters draw the same.
+
     Args:
         model: what has the INT8 layers.
-        bits: 32 or 8; a group of parameters may have its own.
+        bits: 32 or 8; rounding: `nearest` or `stochastic`; a group of parameters may have its own.
+        seed: of what is drawn.
     """
 
     @checked
@@ -100,13 +107,16 @@ class AdamW(torch.optim.AdamW):
         *,
         model: nn.Module,
         bits: Literal[8, 32] = 32,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
         capturable: bool = False,
         **refused: Any,
     ) -> None:
         for name in refused:
             if name not in _REFUSED:
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
-        self._bits = bits
+        self._bits, self._rounding, self._seed = bits, rounding, seed
+        self._keys: dict[tuple[int, ...], torch.Tensor] = {}
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, fused=True, **refused
         )
@@ -117,14 +127,18 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy or what was pickled knows no model: it is torch's own.
-        for name, empty in (("_int8", {}), ("_updated", []), ("_last", []), ("_bits", 32)):
-            self.__dict__.setdefault(name, empty)
+        empty = {"_int8": {}, "_updated": [], "_last": [], "_keys": {}}
+        usual = {"_bits": 32, "_rounding": "nearest", "_seed": 0}
+        for name, value in {**empty, **usual}.items():
+            self.__dict__.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add as torch does; amsgrad, maximize, foreach and differentiable are refused."""
-        super().add_param_group({"bits": self._bits, **param_group})
+        own = {"bits": self._bits, "rounding": self._rounding}
+        super().add_param_group({**own, **param_group})
         group = self.param_groups[-1]
         expect.choice("bits", group["bits"], Literal[8, 32])
+        expect.choice("rounding", group["rounding"], Rounding)
         for name in _REFUSED:
             if group[name]:
                 raise UsageError(f"{name}={group[name]}: expected False, or torch.optim.AdamW")
@@ -141,11 +155,14 @@ class AdamW(torch.optim.AdamW):
         own = {"fused": True, "foreach": None, "differentiable": False}
         own["capturable"] = self.defaults["capturable"]
         groups = [
-            {**group, **own, "bits": mine["bits"]}
+            {**group, **own, **{name: mine[name] for name in ("bits", "rounding")}}
             for group, mine in zip(state_dict["param_groups"], self.param_groups, strict=False)
         ]
         groups += state_dict["param_groups"][len(groups) :]  # more than there are: torch says so
         super().load_state_dict({**state_dict, "param_groups": groups})
+        for state, given in moments.loaded(self, state_dict):  # torch loads all as bf16
+            there = {name: state[name].device for name in given if name != "step"}
+            state.update({n: given[n].to(device, copy=True) for n, device in there.items()})
         moments.fit(self)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
@@ -172,7 +189,7 @@ class AdamW(torch.optim.AdamW):
             return False
         state = self.state[param]
         if not state and group["bits"] == 8:
-            state.update(moments.zeros(param) or {})
+            state.update(moments.zeros(param, group["rounding"] == "stochastic") or {})
         return moments.SCALES[0] in state
 
     def _update(self, group: dict[str, Any], rows: Sequence[tuple[Any, ...]]) -> None:
@@ -187,6 +204,7 @@ class AdamW(torch.optim.AdamW):
             "eps": group["eps"],
             "decay": group["weight_decay"],
         }
+        seeds = self._seeds([(row[0], row[-1]) for row in rows if row[0].dtype != torch.float32])
         with ExitStack() as stack:
             lanes = {device: stack.enter_context(branches(device, _LANES)) for device in scalars}
             for i, (param, *state, step) in enumerate(rows):
@@ -196,6 +214,8 @@ class AdamW(torch.optim.AdamW):
                 with nullcontext() if mine and room is None else lane:
                     rate, *guards = scalars[param.device]
                     guarded = dict(zip(("grad_scale", "found_inf"), guards, strict=True))
+                    if param in seeds:
+                        guarded["seed"] = seeds[param]
                     codes = _stepped(mine, room, param, state, rate, step, **options, **guarded)
                 if mine:
                     assert codes is not None
@@ -208,6 +228,25 @@ class AdamW(torch.optim.AdamW):
         }
         if failed:
             torch._foreach_sub_(steps, [failed[row[0].device] for row in rows])
+
+    def _seeds(
+        self, counted: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Return a seed for each parameter in bf16, of its count of steps, all on its device."""
+        if not counted:
+            return {}
+        every = (param for group in self.param_groups for param in group["params"])
+        numbers = {param: number for number, param in enumerate(every)}
+        found = {}
+        for device in dict.fromkeys(param.device for param, _ in counted):
+            here = [pair for pair in counted if pair[0].device == device]
+            own = tuple(numbers[param] for param, _ in here)
+            if own not in self._keys:  # a graph may not copy them from the host
+                high = [(self._seed * 1_000_003 + number) % 2**31 << 32 for number in own]
+                self._keys[own] = torch.tensor(high, dtype=torch.int64, device=device)
+            keys = torch.stack([step for _, step in here]).long() + self._keys[own]
+            found |= {param: keys[i : i + 1] for i, (param, _) in enumerate(here)}
+        return found
 
     def _scalars(
         self, group: dict[str, Any], device: torch.device

@@ -170,7 +170,7 @@ def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> t
 def weight_gradient(
     at: Quantized, bt: Quantized, weight: torch.Tensor, adds: bool
 ) -> torch.Tensor | None:
-    """Return an fp32 weight's gradient Aᵀ·B; None where it was added to the one that is there.
+    """Return a weight's gradient Aᵀ·B in its dtype; None where it was added to the one there.
 
     Args:
         at, bt: as in `product_of_transposes`.
@@ -178,7 +178,7 @@ def weight_gradient(
     """
     grad = weight.grad if adds else None
     if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
-        return product_of_transposes(at, bt, torch.float32)
+        return product_of_transposes(at, bt, weight.dtype)
     int8_gemm(at, bt, out="fp32", c=grad)
     return None
 

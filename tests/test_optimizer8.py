@@ -11,7 +11,7 @@ from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import checkpoint
 from jetfire.nn import AdamW, Int8Linear, moments, quantised_weights
 from jetfire.ops import int8_quantize
-from jetfire.reference.adamw8 import first_values, second_values
+from jetfire.reference.adamw8 import first_values, narrowed, second_values
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -42,7 +42,7 @@ def give_gradients(step: int, *models) -> None:
     for parameters in zip(*(model.parameters() for model in models), strict=True):
         gradient = torch.randn(parameters[0].shape, generator=generator) + 0.5
         for parameter in parameters:
-            parameter.grad = gradient.to(parameter.device, copy=True)
+            parameter.grad = gradient.to(parameter, copy=True)
 
 
 def kept(model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -207,6 +207,115 @@ def test_a_copy_goes_on_in_8_bits(device):
     ours.step()
     pair[1].step()
     assert equal((model, ours), pair)
+
+
+# Weights in bf16
+
+
+def narrow_model(device) -> torch.nn.Module:
+    """As `model_of`, with what has codes for moments in bf16."""
+    model = model_of(device)
+    for name in IN_CODES:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def narrow(model, **changes):
+    return optimizer(model, rounding="stochastic", **changes)
+
+
+def test_weights_in_bf16_are_fp32_s_rounded_by_number_and_step(device):
+    """The update is that of fp32's weight; the INT8 layer finds the codes of the bf16 one."""
+    model = narrow_model(device)
+    wide = copy.deepcopy(model).float()
+    ours, theirs = narrow(model, seed=5), optimizer(wide)
+    for step in range(2):
+        give_gradients(step, model)
+        for mine, its in zip(model.parameters(), wide.parameters(), strict=True):
+            its.data = mine.detach().float()
+            its.grad = mine.grad.float()
+        ours.step()
+        theirs.step()
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            updated = wide.get_parameter(name).detach()
+            if name in IN_CODES:
+                key = torch.tensor([(5 * 1_000_003 + number << 32) + step + 1], device=device)
+                updated = narrowed(updated.flatten(1), key).view_as(updated)
+            assert torch.equal(parameter, updated), name
+            state = ours.state[parameter]
+            assert all(
+                torch.equal(x, theirs.state[wide.get_parameter(name)][key])
+                for key, x in state.items()
+            ), name
+    (weight, (cache, block)) = next(iter(quantised_weights(model).items()))
+    expected = int8_quantize(weight.detach(), block=block, layout="both")
+    assert all(map(torch.equal, cache.of(weight, block).tensors, expected.tensors))
+
+
+def test_weights_in_bf16_go_on_bit_for_bit(device):
+    """As torch loads their state, which makes bf16 of all, and as a file of safetensors does."""
+    model = narrow_model(device)
+    ours = narrow(model)
+    for step in range(3):
+        give_gradients(step, model)
+        ours.step()
+    pairs = []
+    for _ in range(2):
+        again = copy.deepcopy(model)
+        pairs.append((again, narrow(again)))
+    pairs[0][1].load_state_dict(copy.deepcopy(ours.state_dict()))
+    checkpoint.load_optimizer(*pairs[1], load(save(checkpoint.optimizer_state(model, ours))))
+    assert all(equal((model, ours), pair) for pair in pairs)
+    give_gradients(3, model, *(again for again, _ in pairs))
+    for made in (ours, *(made for _, made in pairs)):
+        made.step()
+    assert all(equal((model, ours), pair) for pair in pairs)
+
+
+def test_weights_in_bf16_take_a_state_of_fp32_s_and_give_torch_s(device):
+    model = model_of(device)
+    plain = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    give_gradients(0, model)
+    plain.step()
+    expected = optimizer(model)
+    expected.load_state_dict(plain.state_dict())
+    half = narrow_model(device)
+    ours = narrow(half)
+    ours.load_state_dict(plain.state_dict())
+    for mine, its in zip(half.parameters(), model.parameters(), strict=True):
+        for key, x in ours.state[mine].items():
+            assert torch.equal(x, expected.state[its][key])
+            assert x.dtype == expected.state[its][key].dtype
+    back = optimizer(half, 32)
+    back.load_state_dict(ours.state_dict())
+    assert back.state[half["table"].weight]["exp_avg"].dtype == torch.bfloat16
+    give_gradients(1, half)
+    back.step()
+
+
+def test_two_weights_do_not_draw_the_same(device):
+    model = torch.nn.ModuleList(torch.nn.Embedding(64, 128) for _ in range(2)).to(device).bfloat16()
+    model[1].load_state_dict(model[0].state_dict())
+    ours = AdamW(model.parameters(), model=model, bits=8, rounding="stochastic", lr=1e-3)
+    for table in model:
+        table.weight.grad = torch.ones_like(table.weight)
+    ours.step()
+    differ = (model[0].weight != model[1].weight).float().mean()
+    assert float(differ.detach()) > 0.05
+
+
+def test_a_group_has_a_rounding_of_its_own(device):
+    model = narrow_model(device)
+    table, rest = [model["table"].weight], [model["int8"].weight, model["conv"].weight]
+    groups = [{"params": rest}, {"params": table, "rounding": "nearest"}]
+    ours = AdamW(groups, model=model, bits=8, rounding="stochastic", **OPTIONS)
+    give_gradients(0, model)
+    ours.step()
+    assert ours.state[table[0]]["exp_avg"].dtype == torch.bfloat16  # torch's
+    assert ours.state[rest[1]]["exp_avg"].dtype == torch.int8
+    with pytest.raises(UsageError, match="rounding=up: expected nearest or stochastic"):
+        optimizer(model, rounding="up")
 
 
 def test_what_it_leaves_to_torch(device):
