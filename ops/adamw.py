@@ -153,7 +153,7 @@ class Adamw(StandardOp):
     def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
         step, param = self.fused(problem, inputs)
-        dtype = getattr(problem, "dtype", "fp32")
+        dtype: Any = getattr(problem, "dtype", "fp32")
         codes = QuantizeProblem(
             problem.m, problem.n, block=problem.block, dtype=dtype, layout=problem.layout
         )

@@ -372,6 +372,11 @@ def test_a_row_says_which_optimizer_its_recipe_had(tmp_path, capsys):
     assert "optimizer" not in fp32.problem
     assert (torch_s.kernel, beside.kernel) == (EAGER, EAGER)
     assert in_codes.ok
+    both = [*words[:-1], "--set", "optimizer=adamw8,weights=bf16"]
+    assert execute("train", both) == 0
+    narrow = Results.load(file).rows[0]
+    assert narrow.problem == {**in_codes.problem, "weights": "bf16"}
+    assert narrow.ok
 
 
 def test_a_wrong_result_is_the_exit_code(tmp_path, monkeypatch, capsys):

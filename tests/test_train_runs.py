@@ -144,18 +144,37 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(damage, run, home,
         checkpoint.open_checkpoint(path)
 
 
-def test_moments_in_8_bits_go_on_bit_for_bit(run, home):
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ("optimizer=adamw8", "F32"),
+        ("optimizer=adamw8,weights=bf16,recipe=int8-block32,accumulate=2", "BF16"),
+    ],
+)
+def test_moments_in_8_bits_go_on_bit_for_bit(more, kind, run, home):
+    """Weights in BF16 too, whose rounding is a function of the step."""
     folder = run.parent / "run8"
-    words = ["--steps", "8", "--set", f"{SETTINGS},optimizer=adamw8", "-o", str(folder)]
+    words = ["--steps", "8", "--set", f"{SETTINGS},{more}", "-o", str(folder)]
     assert execute("train", ["tiny", "--data", str(home / "text.txt"), *words]) == 0
-    whole, own = losses(folder), saved(folder, 8) / "optimizer.safetensors"
-    expected = own.read_bytes()
-    assert of_moment(own) == "I8"
+    files = [saved(folder, 8) / f"{name}.safetensors" for name in ("optimizer", "model")]
+    whole, expected = losses(folder), [file.read_bytes() for file in files]
+    assert of_moment(files[0]) == "I8"
+    assert of_weight(files[1]) == kind
     assert whole[-1] != losses(home / "run")[-1]
-    flip(saved(folder, 8) / "model.safetensors")
+    flip(files[1])
     assert resume(folder) == 0
     assert losses(folder) == whole
-    assert own.read_bytes() == expected
+    assert [file.read_bytes() for file in files] == expected
+
+
+def test_weights_go_on_in_other_bits(run):
+    """A run in FP32 goes on in BF16, and back."""
+    both = "optimizer=adamw8,recipe=int8-block32"
+    for steps, weights, kind in ((10, "bf16", "BF16"), (12, "fp32", "F32")):
+        words = ["--steps", str(steps), "--set", f"{both},weights={weights}"]
+        assert resume(run, *words) == 0
+        assert of_weight(saved(run, steps) / "model.safetensors") == kind
+    assert losses(run)[-1][1] < losses(run)[7][1]
 
 
 def test_moments_go_on_in_other_bits(run):
@@ -172,6 +191,13 @@ def test_a_checkpoint_that_holds_moments_of_other_bits_than_it_says(run, capsys)
     sums.write_text(sums.read_text().replace(digest, files.digest(state)))
     assert resume(run) == 0
     assert "contract.weight/exp_avg is F32" in capsys.readouterr().err
+
+
+def of_weight(file: Path) -> str:
+    """As `of_moment`, of the matrix; a vector's is always fp32."""
+    found = tensors.header(file)
+    assert found["blocks.0.contract.bias"].dtype == "F32"
+    return found["blocks.0.contract.weight"].dtype
 
 
 def of_moment(file: Path) -> str:

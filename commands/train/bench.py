@@ -31,7 +31,7 @@ def run(
             "KEY=V,...",
             "layers, heads, width, batch, context, vocabulary, accumulate; of Llama and hf: "
             "kv_heads and hidden too; of hf: run and parallel=fsdp; of a preset's recipes: "
-            "optimizer.",
+            "optimizer, weights.",
         ),
     ] = None,
     peers: Annotated[

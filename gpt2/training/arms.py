@@ -10,7 +10,12 @@ from jetfire.gpt2.training.settings import Settings
 from jetfire.nn.recipes import RECIPES
 
 # The words after a recipe: each a setting's value.
-WORDS = {"adamw": ("optimizer", "adamw"), "adamw8": ("optimizer", "adamw8")}
+WORDS = {
+    "adamw": ("optimizer", "adamw"),
+    "adamw8": ("optimizer", "adamw8"),
+    "fp32weights": ("weights", "fp32"),
+    "bf16weights": ("weights", "bf16"),
+}
 
 
 @dataclass(frozen=True)

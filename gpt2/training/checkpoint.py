@@ -162,7 +162,11 @@ def _described(shape: Shape) -> dict[str, Any]:
 
 def _check_tensors(saved: Checkpoint, part: str) -> None:
     """See that a file's tensors are those of the shape, before a model is built of it."""
-    wanted = {name: tensors.Kind("F32", size) for name, size in saved.shape.parameters().items()}
+    narrow = part == MODEL and saved.state["settings"].get("weights") == "bf16"
+    wanted = {
+        name: tensors.Kind("BF16" if narrow and moment_scales(size) else "F32", size)
+        for name, size in saved.shape.parameters().items()
+    }
     if part == OPTIMIZER:
         in_codes = saved.state["settings"].get("optimizer") == "adamw8"
         wanted = {

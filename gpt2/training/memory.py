@@ -83,6 +83,9 @@ def check_counted(settings: Settings) -> None:
     if settings.parallel != "none":
         why = "a plan is of one process"
         raise UsageError(f"parallel={settings.parallel}: {why}: expected parallel=none")
+    if settings.weights == "bf16":
+        why = "what its gradients hold is not counted yet"
+        raise UsageError(f"weights=bf16: {why}: expected weights=fp32")
     if settings.precision().fallback is not None:
         why = "what its layers hold is not counted yet"
         raise UsageError(f"recipe={settings.recipe}: {why}: expected a recipe without fallback")

@@ -238,7 +238,15 @@ def reshard(model: nn.Module) -> None:
 
 def norm(tensors: list[torch.Tensor], group: Group) -> torch.Tensor:
     """The 2-norm of all elements, on every process, whether tensors are sharded or not."""
-    own = nn.utils.get_total_norm([own_part(tensor) for tensor in tensors])
+    parts = [own_part(tensor) for tensor in tensors]
+    if any(part.dtype != torch.float32 for part in parts):
+        # A norm in bf16 would be off by a 512th.
+        kinds = dict.fromkeys(part.dtype for part in parts)
+        by_dtype = ([p for p in parts if p.dtype == dtype] for dtype in kinds)
+        of_each = [n for same in by_dtype for n in torch._foreach_norm(same, 2, torch.float32)]
+        own = torch.linalg.vector_norm(torch.stack(of_each))
+    else:
+        own = nn.utils.get_total_norm(parts)
     if any(is_dtensor(tensor) for tensor in tensors):
         return group.add(own.square()).sqrt()
     return own

@@ -60,12 +60,13 @@ _PRESETS = {
 # A run's file of them, and what that has beside them.
 SETTINGS, PROCESSES = "settings.json", "processes"
 # What --resume may change: the rest would make it another run.
-PRECISION = ("recipe", "group", "block", "flow", "optimizer")
+PRECISION = ("recipe", "group", "block", "flow", "optimizer", "weights")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "watch")
 MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
 # What earlier versions, which knew nothing else, did not say.
-EARLIER = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True, "optimizer": "adamw"}
+EARLIER: dict[str, Any] = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
+EARLIER |= {"optimizer": "adamw", "weights": "fp32"}
 
 # Looks at layers in a run: their lines are 170 MB of the 256 that are read of a log.
 MOST_LOOKS = 500_000
@@ -99,6 +100,7 @@ class Settings:
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
         optimizer: AdamW with moments in fp32, or in 8 bits.
+        weights: fp32, or bf16 with stochastic rounding of all whose moments are in 8 bits.
         decay: AdamW's weight decay, of matrices alone; clip: the largest gradient norm, 0 for any.
         evaluate_every, checkpoint_every: steps between, 0 for only the end.
         keep: checkpoints to keep beside the best.
@@ -135,6 +137,7 @@ class Settings:
     floor: Share = 0.1
     warmup: Every = 50
     optimizer: Literal["adamw", "adamw8"] = "adamw"
+    weights: Literal["fp32", "bf16"] = "fp32"
     decay: Amount = 0.1
     beta1: Beta = 0.9
     beta2: Beta = 0.95
@@ -164,6 +167,7 @@ class Settings:
                 given = f"{one.name}={_text(value)}"
                 raise UsageError(f"{given} with family={self.family}: expected family=llama")
         shape.check(self.precision())
+        self._check_weights()
         if (parameters := shape.block_weights) > MOST_PARAMETERS:
             raise UsageError(
                 f"layers={self.layers} width={self.width}: {scaled(parameters, COUNTS)} "
@@ -171,6 +175,19 @@ class Settings:
             )
         for name in _sizes(type(shape)):  # for 0 the size that it stands for
             object.__setattr__(self, name, getattr(shape, name))
+
+    def _check_weights(self) -> None:
+        if self.weights == "fp32":
+            return
+        wanted = None
+        if self.precision().flow is None:
+            wanted = f"recipe={self.recipe}: expected an INT8 recipe without fallback"
+        elif self.optimizer != "adamw8":
+            wanted = f"optimizer={self.optimizer}: expected optimizer=adamw8"
+        elif self.parallel == "fsdp":  # which shards parameters of one dtype together
+            wanted = "parallel=fsdp: expected parallel=none or ddp"
+        if wanted:
+            raise UsageError(f"weights={self.weights} with {wanted}")
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -18,6 +18,7 @@ from jetfire.gpt2.training import parallel
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import Settings
 from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock, Watched, watch
+from jetfire.nn.sizes import moment_scales
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,6 +32,13 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 def autocast(device: torch.device) -> torch.autocast:
     """bf16 on a GPU; CPUs compute in fp32, which most do faster."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def narrow(model: nn.Module) -> None:
+    """Keep in bf16, in place, the parameters whose moments AdamW keeps in 8 bits."""
+    for parameter in model.parameters():
+        if moment_scales(parameter.shape) is not None:
+            parameter.data = parameter.data.bfloat16()
 
 
 class Step:
@@ -56,6 +64,8 @@ class Step:
         split: bool = False,
     ) -> None:
         self.model, self.device, self.group, self.split = model, device, group, split
+        if settings.weights == "bf16":
+            narrow(model)
         if split:
             parallel.equalise(model, group)
             self.spread = model
@@ -93,7 +103,8 @@ class Step:
         optimizer: torch.optim.AdamW
         if settings.optimizer == "adamw8":
             model = self.model if quantises else nn.Module()
-            optimizer = AdamW(groups, model=model, bits=8, **options)
+            narrow_ones: dict[str, Any] = {"rounding": "stochastic", "seed": settings.seed}
+            optimizer = AdamW(groups, model=model, bits=8, **narrow_ones, **options)
         elif quantises:
             optimizer = AdamW(groups, model=self.model, **options)
         else:
@@ -132,7 +143,9 @@ class Step:
 
     def reduce(self, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         """Make of all processes' shares the loss and, if backward has not, the gradients."""
-        self.group.add_each([loss, *gradients] if self.split else [loss])
+        values = [loss, *gradients] if self.split else [loss]
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            self.group.add_each([value for value in values if value.dtype == dtype])
 
     def gradient(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Add a micro-batch's share to the gradients; gives its share of the loss."""
