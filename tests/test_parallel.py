@@ -68,7 +68,9 @@ def make_runs(home: Path, runs: Path, device: str) -> None:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(home / "cache"))
-        for name, recipe in itertools.product(("one-llama", "one"), ("bf16", "int8-block32")):
+        kinds = [("one-adamw8", "int8-block32")]
+        kinds += itertools.product(("one-llama", "one"), ("bf16", "int8-block32"))
+        for name, recipe in kinds:
             words = [
                 "tiny",
                 "--recipe",
@@ -85,7 +87,9 @@ def make_runs(home: Path, runs: Path, device: str) -> None:
             if name == "one-llama":
                 words += ["--set", "family=llama,tied=false,hidden=64"]
                 words += ["--set", "head=32"] if recipe != "bf16" else []
-            folder = runs / (name if recipe == "bf16" else f"{name}-int8")
+            words += ["--set", "optimizer=adamw8"] if name == "one-adamw8" else []
+            plain = recipe == "bf16" or name == "one-adamw8"
+            folder = runs / (name if plain else f"{name}-int8")
             assert execute("train", [*words, "-o", str(folder)]) == 0
     torch.set_num_threads(threads)
 
@@ -242,6 +246,37 @@ def test_the_first_says_which_weights_are_gathered_as_floats(runs):
     assert "gather_codes" not in outcome(runs, "fsdp", 0)["err"]
 
 
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_moments_in_8_bits_of_two_processes_are_those_of_one(how, runs):
+    """FC2's of each block are codes, which FSDP2 shards by rows; no step is far from one's."""
+    ours, theirs = runs / f"{how}-adamw8", runs / "one-adamw8"
+    assert losses(ours)[0] == pytest.approx(losses(theirs)[0], rel=tolerance(ours))
+    assert losses(ours) == pytest.approx(losses(theirs), rel=5e-3)
+    assert losses(ours)[-1] < losses(ours)[0] - 0.3
+    assert losses(ours) != losses(runs / f"{how}-int8")
+    mine, its = (
+        load_file(run / "checkpoints" / "step-00000008" / "optimizer.safetensors")
+        for run in (ours, theirs)
+    )
+    assert mine.keys() == its.keys()
+    for layer in ("blocks.0.contract.weight", "blocks.1.contract.weight"):
+        for moment in ("exp_avg", "exp_avg_sq"):
+            codes, others = (kept[f"{layer}/{moment}"] for kept in (mine, its))
+            assert codes.dtype == others.dtype == torch.int8
+            # Gradients differ by the noise of stochastic rounding, so codes by some.
+            assert float((codes.float() - others.float()).abs().mean()) < 12
+            assert mine[f"{layer}/{moment}_scale"].shape == (32, 1)
+
+
+@pytest.mark.parametrize("how", ["ddp", "ddp-graph"])
+def test_weights_in_bf16_of_two_processes_are_alike(how, runs):
+    """Else a run that goes on from the first one's would not repeat what both did."""
+    ours = runs / f"{how}-narrow"
+    assert losses(ours) == pytest.approx(losses(runs / "ddp-adamw8"), rel=2e-2)
+    kept = load_file(ours / "checkpoints" / "step-00000008" / "model.safetensors")
+    assert kept["blocks.0.contract.weight"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("how", ["ddp-graph", "fsdp"])
 def test_in_int4_they_share_the_first_batch(how, runs):
     """Steps begin as the mean of both processes' own, and all begin with the same first loss."""
@@ -267,11 +302,14 @@ def test_in_int4_they_share_the_first_batch(how, runs):
         "ddp",
         "ddp-int8",
         "ddp-int4",
+        "ddp-adamw8",
+        "ddp-narrow",
         "ddp-graph",
         "ddp-graph-int8",
         "fsdp",
         "fsdp-int8",
         "fsdp-int4",
+        "fsdp-adamw8",
         "fsdp-llama-int8",
     ],
 )
@@ -353,6 +391,7 @@ def test_a_failure_in_one_process_alone_is_said_by_that_one(runs):
     [
         ("none", "parallel=none: expected ddp or fsdp with 2 processes"),
         ("graph", "graph=true: expected parallel=none or ddp, not fsdp"),
+        ("fsdp-narrow", "weights=bf16 with parallel=fsdp: expected parallel=none or ddp"),
         ("compile", "compile=true: expected parallel=none or ddp, not fsdp"),
         ("watch", "watch=2: expected parallel=none or ddp, not fsdp"),
         ("ddp-to-none", "parallel=none: expected ddp or fsdp with 2 processes"),

@@ -111,7 +111,14 @@ def all_runs() -> None:
         runs_of(how, how, "accumulate=2")
         begin(f"{how}-int4", how, "int4-hq-lss")
         resume(f"{how}-int4-again", f"{how}-int4", how)
+        begin(f"{how}-adamw8", how, "int8-block32", "accumulate=2,optimizer=adamw8")
+        resume(f"{how}-adamw8-again", f"{how}-adamw8", how)
+    narrow = "accumulate=2,optimizer=adamw8,weights=bf16"
+    begin("ddp-narrow", "ddp", "int8-block32", narrow)
+    resume("ddp-narrow-again", "ddp-narrow", "ddp")
+    begin("fsdp-narrow", "fsdp", "int8-block32", narrow)
     with graphs():
+        begin("ddp-graph-narrow", "ddp", "int8-block32", f"{narrow},graph=true")
         runs_of("ddp-graph", "ddp", "accumulate=2,graph=true")
         begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=2,graph=true")
         begin("ddp-graph-llama-int8", "ddp", "int8-block32", f"{LLAMA},head=32,graph=true")
