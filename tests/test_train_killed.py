@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training import checkpoint, log
@@ -28,6 +29,23 @@ def test_a_storm_of_kills_loses_nothing(tmp_path):
     ended = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("did what undisturbed ones do") == 3
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_storm_of_kills_loses_no_moment_in_8_bits(weights, tmp_path):
+    """Nor a weight in bf16, nor what it would have been rounded by. FC2's weight has codes."""
+    words = [sys.executable, str(STORM), "--kinds", "trainers", "--kills", "4", "--pairs", "0"]
+    words += ["--recipe", "int8-block32", "--set", f"optimizer=adamw8,weights={weights}"]
+    ended = subprocess.run(
+        [*words, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("did what undisturbed ones do") == 1
+    (saved,) = tmp_path.glob("trainers/undisturbed/checkpoints/step-00000012")
+    moment = load_file(saved / checkpoint.OPTIMIZER)["blocks.0.contract.weight/exp_avg"]
+    weight = load_file(saved / checkpoint.MODEL)["blocks.0.contract.weight"]
+    assert moment.dtype == torch.int8
+    assert weight.dtype == (torch.bfloat16 if weights == "bf16" else torch.float32)
 
 
 def start(home: Path, run: Path, *arguments: str) -> subprocess.Popen:

@@ -74,15 +74,15 @@ class Storm:
     """Commands of one kind that are killed.
 
     Args:
-        home: an empty folder; recipe: of runs.
+        home: an empty folder; recipe, more: of runs, and further settings of theirs.
 
     Attributes:
         kills, pairs, ended: how many there were; commands that came to their end.
     """
 
-    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
+    def __init__(self, home: Path, random_: random.Random, recipe: str, more: str) -> None:
         home.mkdir()
-        self.home, self.random, self.recipe = home, random_, recipe
+        self.home, self.random, self.recipe, self.more = home, random_, recipe, more
         self.kills = self.pairs = self.ended = 0
         self.seconds = 0.0
 
@@ -136,8 +136,8 @@ class Storm:
 class Trainers(Storm):
     """A run that is killed again and again until it comes to its end, then another."""
 
-    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
-        super().__init__(home, random_, recipe)
+    def __init__(self, home: Path, random_: random.Random, recipe: str, more: str) -> None:
+        super().__init__(home, random_, recipe, more)
         (home / "text.txt").write_text(" ".join(str(i) for i in range(4000)))
         self.run, self.number = home / "warm-up", 0
         execute("train", self.words())  # so that what it imports is here when it forks
@@ -165,7 +165,7 @@ class Trainers(Storm):
             "--recipe",
             self.recipe,
             "--set",
-            SETTINGS,
+            ",".join(filter(None, (SETTINGS, self.more))),
             *where,
         ]
 
@@ -208,8 +208,8 @@ class Trainers(Storm):
 class Preparations(Storm):
     """A folder that is prepared from one text and then another, over and over."""
 
-    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
-        super().__init__(home, random_, recipe)
+    def __init__(self, home: Path, random_: random.Random, recipe: str, more: str) -> None:
+        super().__init__(home, random_, recipe, more)
         self.texts = [" ".join(str(i * k) for i in range(120_000)) for k in (3, 7)]
         self.out, self.turn = home / "tokens", 0
         self.digests: list[str | None] = []
@@ -255,8 +255,8 @@ class Preparations(Storm):
 class Exports(Storm):
     """A run's weights written over others, in a folder that holds something else too."""
 
-    def __init__(self, home: Path, random_: random.Random, recipe: str) -> None:
-        super().__init__(home, random_, recipe)
+    def __init__(self, home: Path, random_: random.Random, recipe: str, more: str) -> None:
+        super().__init__(home, random_, recipe, more)
         (home / "text.txt").write_text(" ".join(str(i) for i in range(4000)))
         os.environ["JETFIRE_CACHE"] = str(home / "cache")
         for steps in (1, 2):
@@ -318,13 +318,15 @@ KINDS: dict[str, Callable[[Path, random.Random, str], Storm]] = {
 }
 
 
-def storm(name: str, folder: Path, kills: int, pairs: int, seed: int, recipe: str) -> str:
+def storm(
+    name: str, folder: Path, kills: int, pairs: int, seed: int, recipe: str, more: str = ""
+) -> str:
     """Kill a kind of command so often, of that so many pairs; gives what came of it in a line.
 
     Raises:
         AssertionError: something was lost.
     """
-    one = KINDS[name](folder / name, random.Random(f"{seed} {name}"), recipe)
+    one = KINDS[name](folder / name, random.Random(f"{seed} {name}"), recipe, more)
     while one.pairs < pairs:
         one.kill(pair=True)
     while one.kills < kills:
@@ -344,11 +346,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--set", default="", dest="more", help="further settings of the runs")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     for name in given.kinds:
-        said = storm(name, given.folder, given.kills, given.pairs, given.seed, given.recipe)
+        how = given.kills, given.pairs, given.seed, given.recipe, given.more
+        said = storm(name, given.folder, *how)
         print(said, flush=True)
     return 0
 
