@@ -127,8 +127,8 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy or what was pickled knows no model: it is torch's own.
-        empty = {"_int8": {}, "_updated": [], "_last": [], "_keys": {}}
-        usual = {"_bits": 32, "_rounding": "nearest", "_seed": 0}
+        empty: dict[str, Any] = {"_int8": {}, "_updated": [], "_last": [], "_keys": {}}
+        usual: dict[str, Any] = {"_bits": 32, "_rounding": "nearest", "_seed": 0}
         for name, value in {**empty, **usual}.items():
             self.__dict__.setdefault(name, value)
 
@@ -237,7 +237,7 @@ class AdamW(torch.optim.AdamW):
             return {}
         every = (param for group in self.param_groups for param in group["params"])
         numbers = {param: number for number, param in enumerate(every)}
-        found = {}
+        found: dict[torch.Tensor, torch.Tensor] = {}
         for device in dict.fromkeys(param.device for param, _ in counted):
             here = [pair for pair in counted if pair[0].device == device]
             own = tuple(numbers[param] for param, _ in here)
