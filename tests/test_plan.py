@@ -119,8 +119,7 @@ def made(monkeypatch, settings, vocabulary):
 
 def counted(settings, vocabulary):
     """What the model and a micro-batch hold."""
-    shape = settings.shape(vocabulary)
-    return memory.FAMILIES[shape.family](shape, settings.precision(), settings.batch)
+    return memory.held_by(settings, vocabulary)
 
 
 @pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
@@ -150,12 +149,30 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     with Held() as held:
         step(micros)
     expected = counted(settings, vocabulary)
-    moments = memory._moments(expected, settings.accumulate > 1)
+    whole = memory._weight_bytes(settings, settings.shape(vocabulary))
+    moments = memory._moments(expected, whole, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments)
     found += expected.remade  # and not seen as they stood
     own_head = recipe != "bf16" and settings.precision().head is None and vocabulary > 64
     on_cpu = 2 * settings.shape(vocabulary).rows * settings.width if own_head else 0
     assert found + on_cpu == pytest.approx(held.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("head", ["recipe", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_in_bf16_hold_what_is_counted(shape, head, monkeypatch):
+    """And what stands: weights of two bytes, but for the vectors'."""
+    changes, vocabulary = SHAPES[shape]
+    narrow = {"optimizer": "adamw8", "weights": "bf16", "head": head, "graph": "false"}
+    settings = make("tiny", {**TINY, **changes, "recipe": "int8", **narrow})
+    model, step, micros = made(monkeypatch, settings, vocabulary)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert memory.needs(settings, vocabulary).parts["weights"] == weights
+    with Held() as held:
+        step(micros)
+    moments = memory._moments(counted(settings, vocabulary), weights, settings.accumulate > 1)
+    found = max(math.fsum(parts.values()) for _, parts in moments)
+    assert found == pytest.approx(held.peak, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", ["gpt2, tokens", "gpt2, logits", "llama, grouped"])

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.model.shape import Shape
-from jetfire.gpt2.training.held import Held
+from jetfire.gpt2.training.held import Held, Sizes
 from jetfire.gpt2.training.held_gpt2 import gpt2
 from jetfire.gpt2.training.held_llama import llama
 from jetfire.gpt2.training.settings import Settings
@@ -83,8 +83,8 @@ def check_counted(settings: Settings) -> None:
     if settings.parallel != "none":
         why = "a plan is of one process"
         raise UsageError(f"parallel={settings.parallel}: {why}: expected parallel=none")
-    if settings.weights == "bf16":
-        why = "what its gradients hold is not counted yet"
+    if settings.weights == "bf16" and settings.family != "gpt2":
+        why = f"what its gradients hold is not counted of {settings.family} yet"
         raise UsageError(f"weights=bf16: {why}: expected weights=fp32")
     if settings.precision().fallback is not None:
         why = "what its layers hold is not counted yet"
@@ -99,10 +99,11 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     """
     check_counted(settings)
     shape, graphed = settings.shape(vocabulary), settings.graph != "false"
-    held = FAMILIES[shape.family](shape, settings.precision(), settings.batch)
+    held, again = held_by(settings, vocabulary), settings.accumulate > 1
+    whole = _weight_bytes(settings, shape)
     ids = 16.0 * settings.batch * settings.context * settings.accumulate * (1 + graphed)
     standing = {
-        "weights": 4.0 * held.parameters,
+        "weights": whole,
         "moments": math.fsum(map(OPTIMIZERS[settings.optimizer], shape.parameters().values())),
         "codes": held.codes,
         "token ids, cuBLAS": ids + (2 + graphed) * WORKSPACE,
@@ -111,20 +112,68 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
         standing["rotary tables"] = held.rotary
     # A graph's codes stand where it wrote them, so that an evaluation makes its own.
     beside = held.evaluation + held.remade if graphed else 0.0
-    found = _moments(held, again=settings.accumulate > 1)
+    found = _moments(held, whole, again)
     return max(
         (Needs({**standing, **parts}, when, beside) for when, parts in found),
         key=lambda one: one.peak,
     )
 
 
-def _moments(held: Held, again: bool) -> Iterator[tuple[str, dict[str, float]]]:
+def held_by(settings: Settings, vocabulary: int) -> Held:
+    """Return what a run's model and one micro-batch hold."""
+    shape, recipe = settings.shape(vocabulary), settings.precision()
+    held = FAMILIES[shape.family](shape, recipe, settings.batch)
+    if settings.weights == "fp32":
+        return held
+    return _narrowed(held, Sizes(shape, settings.batch), recipe, settings.accumulate > 1)
+
+
+def _weight_bytes(settings: Settings, shape: Shape) -> float:
+    """Return the bytes of all parameters, which are those of their gradients too."""
+    narrow = 2.0 if settings.weights == "bf16" else 4.0
+    sizes = shape.parameters().values()
+    return math.fsum((narrow if moment_scales(x) else 4.0) * math.prod(x) for x in sizes)
+
+
+def _narrowed(held: Held, s: Sizes, recipe: Recipe, again: bool) -> Held:
+    """Return what a GPT-2 holds whose matrices, and their gradients, are in BF16.
+
+    No product adds to a gradient in BF16: where one stands, a half of a block gives its own all
+    together, the MLP's half first. The head's in INT8 is summed in FP32, and so is the table's.
+    """
+    ids, *blocks, head = held.parts
+    found = []
+    for part in blocks:
+        before, moments = 0.0, []
+        for moment in part.moments:
+            last = moment is part.moments[-1]
+            own = moment.made / 2 - (before if last else 0.0)
+            before = moment.made / 2
+            more = moment.more + (own if again else 0.0)
+            moments.append(replace(moment, more=more, made=moment.made / 2))
+        found.append(replace(part, moments=tuple(moments)))
+    (moment,) = head.moments
+    if recipe.head is None:  # reads the table itself, not a copy
+        head = replace(head, kept=head.kept - 2 * s.table)
+        of_head = [replace(moment, made=2.0 * s.table)]
+    else:
+        beside = (moment.more + 2 * s.table, 2 * s.x + 4.0 * s.table)
+        of_head = [replace(moment, more=more, made=2.0 * s.table) for more in beside]
+    (moment,) = ids.moments
+    positions = moment.made / 2
+    of_ids = replace(moment, more=2 * s.x + 4.0 * s.table + positions, made=positions)
+    parts = replace(ids, moments=(of_ids,)), *found, replace(head, moments=tuple(of_head))
+    return replace(held, parts=parts, carried=held.carried / 2)
+
+
+def _moments(held: Held, whole: float, again: bool) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the moments of a step: where they are, and what is held beside what stands.
 
     Args:
+        whole: bytes of all gradients.
         again: the step is not at its first micro-batch, so that all gradients stand.
     """
-    whole, kept, made = 4.0 * held.parameters, 0.0, 0.0
+    kept = made = 0.0
     for part in held.parts:
         kept += part.kept
         parts = {"gradients": whole if again else 0.0, "activations": kept}
