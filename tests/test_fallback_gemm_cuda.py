@@ -225,10 +225,11 @@ def test_the_default_costs_what_falls_back():
     assert cost[20] <= 1.21 * cost[0]
 
 
-def test_it_is_a_candidate():
+@pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
+def test_it_comes_before_the_portable_one_where_it_runs():
     device = dataclasses.replace(HOPPER, name="an unknown GPU")
-    chosen, _ = choose(OP, OP.Problem(512, 512, 512), device)
-    assert chosen.name == "triton"
+    for block, name in ((128, "wgmma"), (64, "triton")):
+        assert choose(OP, OP.Problem(512, 512, 512, block), device)[0].name == name
 
 
 FIELDS = (

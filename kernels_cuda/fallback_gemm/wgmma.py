@@ -119,7 +119,6 @@ def tma_writes(problem: FallbackGemmProblem, out: int) -> bool:
 
 class WgmmaFallback(WgmmaKernel):
     op = "fallback_gemm"
-    candidate = True
     Config = FallbackConfig
     choices: ClassVar = {
         "groups": (1, 2, 3, 4),
