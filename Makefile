@@ -74,6 +74,7 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 
 report: $(INSTALLED)  ## tables, plots and shipped peaks from docs/results/ and profiles/, without measuring
 	$(PY) -m jetfire.cli report docs/results/h200.json
+	$(PY) -m jetfire.cli report docs/results/h100.json
 	$(PY) -m jetfire.bench.shipped
 
 clean:  ## remove the environment and caches

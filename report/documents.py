@@ -7,6 +7,7 @@ same rows give the same bytes, and nothing is written where what stands there is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,10 @@ from jetfire.report.table import Section, Table, filled
 from jetfire.report.text import plural, significant
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+# The first may name the file that the tables are made of: `results:begin h200.json`.
+MARKED = re.compile(
+    BEGIN.replace(" -->", r"(?: (?P<file>[^\s>]+))? -->\n(?P<text>.*?)") + END, re.DOTALL
+)
 MOST_TEXT = 64 * files.MIB
 
 
@@ -105,13 +110,14 @@ def page(
     return "\n".join(parts)
 
 
-def _readme(old: str, text: str) -> str:
-    """The README with another text between its two markers."""
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
+def _readme(old: str, text: str, file: str) -> str:
+    """Return the README with another text between its markers, unless they name another file."""
+    found = MARKED.search(old)
+    if found is None:
         raise UsageError(f"README.md: expected the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{text}{END}{after}"
+    if found["file"] not in (None, file):
+        return old
+    return f"{old[: found.start('text')]}{text}{old[found.end('text') :]}"
 
 
 def report(
@@ -162,7 +168,7 @@ def report(
         tables = [module.readme(results) for module in (training, int8, int4)]
         shown = [table.markdown() for table in (*tables, *added.readme) if table.rows]
         lines = [f"{line}\n" for line in tuned.readme(shipped, found)]
-        texts[readme] = _readme(_read(readme), "\n".join([*shown, *lines]))
+        texts[readme] = _readme(_read(readme), "\n".join([*shown, *lines]), file.name)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
     every = [*charts.values(), *added.charts, *([gains] if shipped else [])]

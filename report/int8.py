@@ -42,7 +42,7 @@ def timed(results: Results, op: str | None = None) -> list[Row]:
 
 
 def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
-    return [row for row in timed(results) if row.op != "gemm" and row.role == role]
+    return [row for row in timed(results) if not row.tflops and row.role == role]
 
 
 def plain_gemm(results: Results) -> list[Row]:
@@ -208,6 +208,21 @@ def small_models(results: Results) -> Section:
     return Section("Memory-bound ops by width", text, [table])
 
 
+def other_products(results: Results) -> Section:
+    """Products of other ops than the GEMM: the fastest kernel of each problem."""
+    found = [row for row in timed(results) if row.tflops and row.op != "gemm"]
+    lines = []
+    for same in grouped(found, lambda row: (row.op, problem_text(row.problem))).values():
+        row = fastest(row for row in same if row.role == "kernel")
+        if row is not None:
+            name = f"{row.op} {shape_text(row.problem, row.problem)}"
+            lines.append(
+                [name, row.kernel, time_text(row.ms), rate_text(row), show.ratio_text(row)]
+            )
+    text = "The fastest kernel of each, and the fastest peer's time over its."
+    return Section("Other products", text, [Table(["", "", "time", "rate", "faster than"], lines)])
+
+
 def curve(results: Results) -> list[Row]:
     """Return the points of the promotion's curve."""
     return [
@@ -260,7 +275,7 @@ def _promoted(block: int, label: str, rows: Sequence[Row]) -> list[str]:
 
 
 def sections(results: Results) -> list[Section]:
-    made = (gemm_squares, gemm_outputs, promotion, gemm_models, large, small_models)
+    made = (gemm_squares, gemm_outputs, promotion, gemm_models, other_products, large, small_models)
     return [make(results) for make in made]
 
 

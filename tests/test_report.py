@@ -112,6 +112,27 @@ def arguments(place, *more):
     return [str(place[0]), "--readme", str(place[1]), *more]
 
 
+def test_a_readme_whose_marker_names_another_file_stays(place):
+    readme = place[1]
+    for name, changes in (("h200.json", True), ("h100.json", False)):
+        text = f"{BEGIN.replace(' -->', f' {name} -->')}\nold\n{END}\n"
+        readme.write_text(text)
+        assert execute("report", arguments(place)) == 0
+        assert (readme.read_text() != text) == changes
+        assert readme.read_text().startswith(text.partition("\n")[0])
+
+
+def test_other_products_than_the_gemm_have_a_table():
+    found = sample()
+    fields = {"m": 64, "n": 64, "k": 64, "block": 128, "percent": 5}
+    row = Row("fallback_gemm", "wgmma", "kernel", fields, ms=1.0, tflops=5.0, ok=True)
+    found.rows.append(dataclasses.replace(row, vs_peer={"cublas_bf16": 1.5}))
+    page = documents.page(found, "h200.json", [])
+    line = "| fallback_gemm 64×64×64 block=128 percent=5 | wgmma | 1.00 ms | 5.00 TFLOP/s | 1.50× "
+    assert line in page
+    assert "| fallback_gemm fwd" not in page
+
+
 def test_large_counts_and_errors():
     assert scaled(52.8e12, COUNTS) == "52.8 trillion"
     assert scaled(124e6, COUNTS) == "124 million"
