@@ -8,6 +8,7 @@ whose second element was of a wrong type.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
@@ -191,10 +192,16 @@ def decode(content: bytes, kind: type[T], path: Path, version: int | None = None
         if type(found) is not int or found != version:
             reason = f"schema {str(found)[:20]!r}: this version reads schema {version}"
             raise Unreadable(path, reason)
+    collects = gc.isenabled()
+    # The collector would pass over millions of values again and again: half of the time.
+    gc.disable()
     try:
         return _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         raise Unreadable(path, _reason(error)) from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def convert(value: Any, kind: type[T], path: Path) -> T:
