@@ -395,7 +395,8 @@ class Output:
             for split in show.splits(part):
                 console.print(split.rich())
             for counted in counters.tables(part):
-                console.print(counted.rich(folded=(len(counted.head) - 1,)))
+                folded = (len(counted.head) - 1,)
+                console.print(counted.rich(folded=folded, spare=counters.SPARE))
             for line in counters.sentences(part):
                 console.print(line, soft_wrap=True)
         for line in show.footnotes(self.rows):

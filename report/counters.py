@@ -28,6 +28,8 @@ SAME = 0.05  # of a counter: less is no difference
 AGREES = (0.9, 1.1)  # DRAM bytes over those that the op must move
 MOST_BARS = 30  # of a chart
 SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+# What goes first where a terminal is narrow.
+SPARE = ("conflicts", "registers", "occupancy", "L2", "DRAM rate", "SM", "DRAM")
 HEAD = (
     "time",
     "SM",

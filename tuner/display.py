@@ -221,7 +221,8 @@ def _print_counted(counted: Sequence[CountedSearch]) -> None:
         lines += [(_searched(one.target), name, found) for name, found in sides.items()]
     table = counters.table(lines)
     console = terminal.console(width=240)
-    console.print(table.rich(folded=(0, len(table.head) - 1)))
+    folded = (0, len(table.head) - 1)
+    console.print(table.rich(folded=folded, spare=counters.SPARE))
     for one in counted:
         console.print(f"{_searched(one.target)}: {one.said}", soft_wrap=True)
     for line in counters.footnotes([found for _, _, found in lines]):
