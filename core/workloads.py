@@ -36,14 +36,7 @@ _PAPER = (
     (8192, 7680, 9728),
     (15360, 8704, 10752),
 )
-# Those of DeepGEMM's tests, n and k, for few tokens and for many.
-_DEEP = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
-LAYERS = {
-    "int4-paper": tuple(Layer(width=k, hidden=n, tokens=m) for m, n, k in _PAPER),
-    "deepgemm": tuple(
-        Layer(width=k, hidden=n, tokens=m) for m in (64, 128, 4096) for n, k in _DEEP
-    ),
-}
+LAYERS = {"int4-paper": tuple(Layer(width=k, hidden=n, tokens=m) for m, n, k in _PAPER)}
 # Sizes of one element, of less than a block, and of blocks of which the last is partial.
 RAGGED = (1, 31, 33, 127, 1600, 4097, 50257)
 SQUARES = (1024, 2048, 4096, 8192, 16384)

@@ -80,6 +80,8 @@ SMALLEST = 2.0**-149
 MOST, MOST_TELESCOPED = 2.0**127, 2.0**104
 FEW = 4096  # elements, of which a norm says little
 SUITE_KERNELS = ("wgmma", "gluon")
+# n and k of DeepGEMM's tests, which it runs with few rows and with many.
+DEEP = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 # As a linear layer has them: activations, activations with outliers and gradients, times weights.
 # Of two such operands the few places where outliers or large rows meet would decide everything.
 PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
@@ -247,6 +249,7 @@ class Gemm(StandardOp):
             rounds=6,
             kernels=SUITE_KERNELS,
         )
+        few = partial(models, modes=("fwd",), blocks=("128",))
         promotion = partial(Timed, "promotion", sizes=square, peers=PROMOTION_PEERS, schedules=True)
         return [
             targets(sizes=square, power_ms=STEADY_MS),
@@ -257,11 +260,8 @@ class Gemm(StandardOp):
             wgrad(settings={"out": ["fp32"], "accumulate": ["true"]}),
             Timed("gemm", sizes={"m": [512, *workloads.SQUARES]}),
             *(models(workload=name) for name in workloads.MODELS),
-            *(
-                models(workload=name, modes=("fwd",), blocks=("128",), settings=flow)
-                for name in workloads.MODELS
-            ),
-            models(workload="deepgemm", modes=("fwd",), blocks=("128",)),
+            *(few(workload=name, settings=flow) for name in workloads.MODELS),
+            *(few(sizes={"m": [64, 128, 4096], "n": [n], "k": [k]}) for n, k in DEEP),
             *(promotion(data=data) for data in PROMOTION_DATA),
         ]
 

@@ -99,7 +99,7 @@ REFUSED = {
     "train bench hf:gpt2-350m --set parallel=ddp": "--set parallel=ddp: expected fsdp",
     "train bench a:b --set batch=2": "--set batch=2: a:b has its own sizes: expected run or paral",
     "train study nope -o new": "no preset 'nope'",
-    "train study tiny -o new --recipe nope": "no recipe 'nope'",
+    "train study tiny -o new --recipe nope": "--recipe nope: expected one of bf16, int8, int8-bl",
     "train study tiny -o new --set seed=1": "--set seed=…: expected --seed",
     "train study tiny -o new --window 9": "--window 9: expected FIRST:LAST",
     "train study tiny -o new --base nope": "--base nope",

@@ -254,7 +254,7 @@ def test_what_was_timed_before_ctrl_c_is_kept(ncu_on_path, capsys, monkeypatch, 
 
     monkeypatch.setattr(Ncu, "count", interrupt)
     assert execute("bench", [*BENCH, "-o", str(tmp_path / "r.json")]) == 130
-    assert "interrupted after 1 rows, shown and saved" in capsys.readouterr().err
+    assert "interrupted after 1 row, shown and saved" in capsys.readouterr().err
     (row,) = Results.load(tmp_path / "r.json").rows
     assert row.ms
     assert "counters" not in row.extra

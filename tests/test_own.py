@@ -128,7 +128,7 @@ def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys
             assert execute(None, words) == 0, (words, capsys.readouterr())
     out = capsys.readouterr().out
     assert f"kernels: {kernel}" in out.partition(f"  {op} ")[2]
-    assert re.search(rf" {op} +{kernel} +9 ", out)
+    assert re.search(rf"^{op} +{kernel} +9 ", out, re.MULTILINE)
     if kind == "triton":
         assert f"{op}_kernel" in out
         assert (here / "wheel" / f"jetfire_{op}" / "selftest.py").exists()
