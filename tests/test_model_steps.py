@@ -19,6 +19,7 @@ from jetfire.models.bench import ModelBench
 from jetfire.models.subject import ModelSubject
 from jetfire.report import documents
 from jetfire.report import training as training_report
+from jetfire.tests.language_models import attends_causally, compiled
 
 transformers = pytest.importorskip("transformers")
 CPU = Device.parse("cpu")
@@ -228,6 +229,18 @@ def test_the_same_step_under_torch_compile(monkeypatch):
     (row, _), notes = measure("hf:llama-8x2048", {**GQA, "layers": "1", "run": "compile"})
     assert row.ok, notes
     assert row.problem["run"] == "compile"
+
+
+@pytest.mark.parametrize(("name", "causal"), [("compile", False), ("compile_causal", True)])
+@pytest.mark.parametrize(("word", "sizes"), [("hf:llama-8x2048", GQA), ("hf:gpt2-350m", TINY)])
+def test_a_peer_attends_as_fused_models_do(word, sizes, name, causal):
+    case = bench.case_of(word, words(sizes), ["int8"], CPU)
+    made, plain = (ModelSubject(case, one, HERE, 0) for one in (name, "eager"))
+    graphs = compiled(made.model)
+    made.forward = made.model
+    loss = made.first()["loss"]
+    assert attends_causally(graphs) == causal
+    assert float(loss) == pytest.approx(float(plain.first()["loss"]), rel=1e-3)
 
 
 @pytest.mark.parametrize("function", ["named", "closure", "arguments"])

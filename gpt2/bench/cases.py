@@ -29,6 +29,8 @@ class TorchVariant:
         mode: how torch.compile compiles; None as it does by default.
         own_loss: the head and its loss are `jetfire.nn.linear_cross_entropy`, as recipes have them,
             so that what INT8 gains shows by itself. Of a step alone.
+        causal: attention has no mask where a fused model's has none, for the same reason. Of a
+            model of `transformers` alone.
     """
 
     name: str
@@ -36,6 +38,7 @@ class TorchVariant:
     fp8: Literal["tensorwise", "rowwise"] | None = None
     own_loss: bool = False
     mode: Literal["reduce-overhead"] | None = None
+    causal: bool = False
 
 
 EAGER, COMPILE = "eager", "compile"
