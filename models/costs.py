@@ -187,5 +187,5 @@ def _sum(
 
 
 def shipped() -> Shipped:
-    """Return the shipped times; of one device, the first that there are rows of."""
-    return Shipped(next(iter(records.rows().values())))
+    """Return the shipped times; of one device, that with the most rows."""
+    return Shipped(max(records.rows().values(), key=lambda device: len(device.rows)))
