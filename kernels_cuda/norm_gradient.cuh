@@ -186,7 +186,7 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
   const Tile tile(shared.ring, stage);
   const float x_scale = tile.scale(0, part);
   float dy_scale = tile.scale(1, part);
-  // Times rstd it may overflow where times a small weight, too, it does not: weights take a part.
+  // dy_scale·rstd may overflow where dy_scale·rstd·weight does not: weights get 2^64 of a large scale.
   const float shift = dy_scale > 0x1p64f ? 0x1p64f : 1.0f;
   dy_scale *= dy_scale > 0x1p64f ? 0x1p-64f : 1.0f;
   to.begin(row0, column0, p, lane);
