@@ -16,13 +16,15 @@ from jetfire.report.text import fixed, gib, times
 STEP, LLAMA_STEP, MODEL = "gpt2_step", "llama_step", "model_step"
 BLOCK, LLAMA_BLOCK = "gpt2_block", "llama_block"
 OPS = (STEP, LLAMA_STEP, BLOCK, LLAMA_BLOCK, MODEL)
-EAGER, COMPILE, OWN_LOSS = "eager", "compile", "compile_own_loss"
+EAGER, COMPILE = "eager", "compile"
+OWN_LOSS, CAUSAL = "compile_own_loss", "compile_causal"
 REDUCE_OVERHEAD = "reduce_overhead"
 TENSORWISE, ROWWISE = "fp8_tensorwise", "fp8_rowwise"
 NAMES = {
     EAGER: "BF16 eager",
     COMPILE: "BF16 torch.compile",
     OWN_LOSS: "BF16 torch.compile, our loss",
+    CAUSAL: "BF16 torch.compile, attention without a mask",
     REDUCE_OVERHEAD: "BF16 torch.compile, reduce-overhead",
     TENSORWISE: "FP8 torchao tensorwise, torch.compile",
     ROWWISE: "FP8 torchao rowwise, torch.compile",
