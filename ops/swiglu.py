@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import AS_READ, Block, Layout, Mode, Problem, Rounding
@@ -19,7 +20,7 @@ from jetfire.measure.op import StandardOp, unrounded, values_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int8_swiglu", "int8_swiglu_backward"]
+__all__ = ["int8_swiglu", "int8_swiglu_backward", "int8_swiglu_joined_backward"]
 
 GRADIENTS = ("dgate", "dup")
 
@@ -149,6 +150,12 @@ _swiglu_backward = Operator(
     " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
     " -> Tensor[]",
 )
+_swiglu_backward_joined = Operator(
+    "swiglu_backward.joined(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor dy,"
+    " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
+    " -> Tensor[]",
+    joined=True,
+)
 
 
 @checked
@@ -190,13 +197,44 @@ def int8_swiglu_backward(
     Args:
         out_block: the block of the results' codes; None is that of the gate.
     """
-    operands = (
-        *expect.quantized("gate", gate),
-        *expect.quantized("up", up, like=gate),
-        *expect.quantized("dy", dy, like=gate),
-    )
+    operands = _backward_operands(gate, up, dy)
     seed = expect.rounding_seed(rounding, seed, layout, operands[0])
     found = _swiglu_backward(*operands, seed, gate.block, rounding, layout, out_block)
     half, block = len(found) // 2, out_block or gate.block
     dgate, dup = (Quantized.of(t, layout, block) for t in (found[:half], found[half:]))
     return dgate, dup
+
+
+@checked
+def int8_swiglu_joined_backward(
+    gate: Quantized,
+    up: Quantized,
+    dy: Quantized,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
+    layout: Layout = "q",
+    out_block: Block | None = None,
+) -> Quantized:
+    """Return what `int8_swiglu_backward` does, to the bit, as one matrix [dgate | dup], m×2n.
+
+    What multiplies by both at once then needs no copy that puts them beside each other.
+
+    Args:
+        out_block: the block of the result's codes, a divisor of n; None is that of the gate.
+    """
+    block = out_block or gate.block
+    operands = _backward_operands(gate, up, dy)
+    if operands[0].shape[1] % block:
+        raise UsageError(f"gate has {operands[0].shape[1]} columns: expected a multiple of {block}")
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
+    found = _swiglu_backward_joined(*operands, seed, gate.block, rounding, layout, out_block)
+    return Quantized.of(found, layout, block)
+
+
+def _backward_operands(gate: Quantized, up: Quantized, dy: Quantized) -> tuple[Tensor, ...]:
+    return (
+        *expect.quantized("gate", gate),
+        *expect.quantized("up", up, like=gate),
+        *expect.quantized("dy", dy, like=gate),
+    )
