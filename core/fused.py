@@ -45,7 +45,7 @@ class Fused:
         kinds = [kind for kind, *_ in arguments_of(backward)]
         self._saved = kinds.count("Tensor") - 1  # less the result's gradient
         for schema, body in ((forward, forward_body), (backward, backward_body)):
-            _define(schema, body)
+            composed(schema, body)
         self._function = _function(self)
         self._in_graph = torch.compiler.allow_in_graph(self._in_python)
 
@@ -91,12 +91,14 @@ class Fused:
         return replay.extension().Pair(*self._names, self._saved)
 
 
-def _define(schema: str, body: Body) -> None:
+def composed(schema: str, body: Body) -> Any:
+    """Define and return an operator whose body calls others: on a GPU they are replayed as one."""
+
     def run(*args: Any) -> list[torch.Tensor]:
         with torch.no_grad():
             return body(*args)
 
-    define(schema, replay.Served(run, run, ()), body)
+    return define(schema, replay.Served(run, run, ()), body)
 
 
 _in_sight = 0

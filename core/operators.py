@@ -89,7 +89,8 @@ class Operator:
 
     Args:
         schema: ``name(Tensor x, Tensor? seed, int block, …) -> Tensor[]``, tensors first.
-        op: its op's name; by default the op that the schema names, ``gelu`` of ``gelu_backward…``.
+        op: its op's name; by default the op that the schema names, ``gelu`` of ``gelu_backward…``
+            and of ``gelu.…``.
         derive: by default the first tensor is m×n.
         dtype_field: the field that is the first tensor's dtype.
         renamed: inputs that are an argument of another name, which is that input too: ``dy`` of an
@@ -113,7 +114,7 @@ class Operator:
         self.schema, self.joined = schema, joined
         self.name, _, rest = schema.partition("(")
         forward, backward, _ = self.name.partition("_backward")
-        self.op = op or forward
+        self.op = op or forward.partition(".")[0]
         arguments = arguments_of(schema)
         self._tensors = tuple(name for kind, _, _, name in arguments if kind == "Tensor")
         self._scalars = tuple(name for kind, _, _, name in arguments if kind != "Tensor")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -35,7 +35,7 @@ from jetfire.nn.products import (
     keys_for_backward,
     layout_kept,
     quantised_gradient,
-    quantised_weight,
+    quantised_stacked,
     restored_input,
     times_weight,
     unflat,
@@ -56,7 +56,7 @@ from jetfire.ops import (
     int8_rmsnorm,
     int8_rmsnorm_add_backward,
     int8_swiglu,
-    int8_swiglu_joined_backward,
+    int8_swiglu_backward,
 )
 
 Tensor = torch.Tensor
@@ -410,7 +410,7 @@ def _activated_backward(f: Quantized, du: Quantized, seed: Tensor, setting: Sett
     """Return the gradient of the MLP's first product and its transpose. GELU's overwrites du."""
     more: dict[str, Any] = {"layout": "both", "seed": seed, "out_block": setting.block}
     if setting.activation == "gated":
-        return int8_swiglu_joined_backward(*_halves(f), du, **more)
+        return cast("Quantized", int8_swiglu_backward(*_halves(f), du, joined=True, **more))
     return int8_gelu_backward(f, du, approximate=setting.activation, inplace=True, **more)
 
 
@@ -556,13 +556,10 @@ class JoinedWeights(MadeOfWeight[Quantized]):
         return self.found(first.weight, first.block, lambda: self._join(layers), *weights)
 
     def _join(self, layers: Sequence[Int8Linear]) -> Quantized:
-        """Leave codes that nobody else keeps to be freed."""
-        kept = (layer.int8_weights()[0][1].latest is not None for layer in layers)
-        parts = (
-            layer.codes() if keeps else quantised_weight(layer.weight, layer.block)
-            for layer, keeps in zip(layers, kept, strict=True)
-        )
-        return joined(list(parts))
+        """Take the codes that the layers keep, which an optimizer may renew; else make them."""
+        if all(layer.int8_weights()[0][1].latest is not None for layer in layers):
+            return joined([layer.codes() for layer in layers])
+        return quantised_stacked([layer.weight for layer in layers], layers[0].block)
 
 
 def product_of(layers: Sequence[Int8Linear | Int8Conv1D], codes: Quantized) -> Product:

@@ -15,11 +15,19 @@ from torch.utils._pytree import tree_leaves
 
 from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
+from jetfire.core.fused import composed
 from jetfire.core.problem import Block, FloatName, Layout
-from jetfire.core.tensors import Quantized
+from jetfire.core.tensors import Quantized, blocks_of, ceil_div
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.recipes import Kept
-from jetfire.ops import int4_pack, int4_unpack, int8_fallback_gemm, int8_gemm, int8_quantize
+from jetfire.ops import (
+    int4_pack,
+    int4_unpack,
+    int8_fallback_gemm,
+    int8_gemm,
+    int8_quantize,
+    int8_transpose,
+)
 
 Made = TypeVar("Made")
 # Where a module's parameters are to be, as torch's own modules take it.
@@ -338,10 +346,48 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
 
 def quantised_weight(weight: torch.Tensor, block: Block, layout: Layout = "both") -> Quantized:
     """Return a weight's codes, rounded to nearest."""
+    return int8_quantize(_rows_of(weight), block=block, layout=layout)
+
+
+def _rows_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight without autograd, its rows contiguous where it is another's transpose."""
     rows = weight.detach()
-    if rows.stride(1) != 1:  # another's transpose
-        rows = rows.contiguous()
-    return int8_quantize(rows, block=block, layout=layout)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _quantise_stacked(
+    first: torch.Tensor, second: torch.Tensor, third: torch.Tensor | None, block: Block
+) -> list[torch.Tensor]:
+    """Write each matrix's codes where they belong; then transpose them all at once.
+
+    Were each transposed as it is quantised, its columns would have to be copied beside the others'.
+    """
+    parts = [part for part in (first, second, third) if part is not None]
+    rows, columns = [len(part) for part in parts], first.shape[1]
+    q = first.new_empty((sum(rows), columns), dtype=torch.int8)
+    scale = first.new_empty(blocks_of(sum(rows), columns, block), dtype=torch.float32)
+    scales = scale.split([ceil_div(count, block) for count in rows])
+    for part, *room in zip(parts, q.split(rows), scales, strict=True):
+        int8_quantize(part, block=block, out=Quantized.of(room, "q", block))
+    transpose = int8_transpose(Quantized(q, scale, block=block))
+    return [q, scale, *transpose.tensors]
+
+
+_stacked = composed(
+    "quantize_stacked(Tensor first, Tensor second, Tensor? third, int block) -> Tensor[]",
+    _quantise_stacked,
+)
+
+
+def quantised_stacked(weights: Sequence[torch.Tensor], block: Block) -> Quantized:
+    """Return the codes, both ways, of two or three weights under each other, rounded to nearest.
+
+    Args:
+        weights: each of as many columns; all but the last of whole blocks of rows.
+    """
+    rows = [_rows_of(weight) for weight in weights]
+    first, second, third = rows if len(rows) == 3 else (*rows, None)
+    return Quantized.of(_stacked(first, second, third, block), "both", block)
 
 
 class Int8Weights(ABC):

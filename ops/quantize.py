@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
+from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import Exported
-from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
+from jetfire.core.tensors import (
+    Quantized,
+    Spec,
+    Specs,
+    Tensors,
+    names_of,
+    quantized,
+    seed_of,
+    with_transpose,
+)
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
@@ -91,6 +101,11 @@ _quantize = Operator(
     "quantize(Tensor x, Tensor? seed, int block, str rounding, str layout) -> Tensor[]",
     dtype_field="dtype",
 )
+_quantize_into = Operator(
+    "quantize.into(Tensor x, Tensor? seed, Tensor(a!)? q, Tensor(b!)? scale, Tensor(c!)? qt,"
+    " Tensor(d!)? scale_t, int block, str rounding, str layout) -> ()",
+    dtype_field="dtype",
+)
 
 
 @checked
@@ -101,9 +116,21 @@ def int8_quantize(
     rounding: Rounding = "nearest",
     seed: Tensor | None = None,
     layout: Layout = "q",
+    out: Quantized | None = None,
 ) -> Quantized:
-    """Return the codes and scales of x, m×n bf16, fp16 or fp32."""
+    """Return the codes and scales of x, m×n bf16, fp16 or fp32.
+
+    Args:
+        out: what to write them into, of just this block and layout, and return.
+    """
     expect.matrix("x", x, expect.FLOATS)
     expect.choice("block", block, Block)
     seed = expect.rounding_seed(rounding, seed, layout, x)
-    return Quantized.of(_quantize(x, seed, block, rounding, layout), layout, block)
+    if out is None:
+        return Quantized.of(_quantize(x, seed, block, rounding, layout), layout, block)
+    m, n = x.shape
+    codes = expect.room(out, m, n, block, layout, x)
+    refuse_in_place(codes, {"x": x, "seed": seed})
+    given = (codes.get(part) for part in names_of())
+    _quantize_into(x, seed, *given, block, rounding, layout)
+    return out

@@ -20,7 +20,7 @@ from jetfire.measure.op import StandardOp, unrounded, values_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int8_swiglu", "int8_swiglu_backward", "int8_swiglu_joined_backward"]
+__all__ = ["int8_swiglu", "int8_swiglu_backward"]
 
 GRADIENTS = ("dgate", "dup")
 
@@ -189,52 +189,29 @@ def int8_swiglu_backward(
     seed: Tensor | None = None,
     layout: Layout = "q",
     out_block: Block | None = None,
-) -> tuple[Quantized, Quantized]:
+    joined: bool = False,
+) -> tuple[Quantized, Quantized] | Quantized:
     """Return dgate = dy·up·silu'(gate) and dup = dy·silu(gate), both quantised.
 
     Rounded stochastically, each draws random bits of its own from the one seed.
 
     Args:
         out_block: the block of the results' codes; None is that of the gate.
+        joined: return [dgate | dup] as one matrix, m×2n, for n a multiple of the results' block:
+            what multiplies by both at once needs no copy then.
     """
-    operands = _backward_operands(gate, up, dy)
-    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
-    found = _swiglu_backward(*operands, seed, gate.block, rounding, layout, out_block)
-    half, block = len(found) // 2, out_block or gate.block
-    dgate, dup = (Quantized.of(t, layout, block) for t in (found[:half], found[half:]))
-    return dgate, dup
-
-
-@checked
-def int8_swiglu_joined_backward(
-    gate: Quantized,
-    up: Quantized,
-    dy: Quantized,
-    *,
-    rounding: Rounding = "stochastic",
-    seed: Tensor | None = None,
-    layout: Layout = "q",
-    out_block: Block | None = None,
-) -> Quantized:
-    """Return what `int8_swiglu_backward` does, to the bit, as one matrix [dgate | dup], m×2n.
-
-    What multiplies by both at once then needs no copy that puts them beside each other.
-
-    Args:
-        out_block: the block of the result's codes, a divisor of n; None is that of the gate.
-    """
-    block = out_block or gate.block
-    operands = _backward_operands(gate, up, dy)
-    if operands[0].shape[1] % block:
-        raise UsageError(f"gate has {operands[0].shape[1]} columns: expected a multiple of {block}")
-    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
-    found = _swiglu_backward_joined(*operands, seed, gate.block, rounding, layout, out_block)
-    return Quantized.of(found, layout, block)
-
-
-def _backward_operands(gate: Quantized, up: Quantized, dy: Quantized) -> tuple[Tensor, ...]:
-    return (
+    operands = (
         *expect.quantized("gate", gate),
         *expect.quantized("up", up, like=gate),
         *expect.quantized("dy", dy, like=gate),
     )
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
+    options, block = (seed, gate.block, rounding, layout, out_block), out_block or gate.block
+    if joined:
+        if (n := operands[0].shape[1]) % block:
+            raise UsageError(f"joined with {n} columns: expected a multiple of {block}")
+        return Quantized.of(_swiglu_backward_joined(*operands, *options), layout, block)
+    found = _swiglu_backward(*operands, *options)
+    half = len(found) // 2
+    dgate, dup = (Quantized.of(t, layout, block) for t in (found[:half], found[half:]))
+    return dgate, dup

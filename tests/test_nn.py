@@ -415,6 +415,20 @@ def test_weights_are_quantised_once_a_step(device, weights_quantised, kind):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("rows", [(64, 96), (128, 32, 70)])
+def test_weights_are_quantised_under_each_other(device, rows):
+    """As each by itself, whichever of them is another's transpose."""
+    weights = [torch.randn(40, count, device=device).t() for count in rows[:1]]
+    weights += [torch.randn(count, 40, device=device) for count in rows[1:]]
+    found = products.quantised_stacked(weights, 32)
+    expected = block_module.joined([int8_quantize(w.contiguous(), layout="both") for w in weights])
+    assert found.block == 32
+    for name, x, want in zip(found._fields, found[:4], expected[:4], strict=False):
+        assert torch.equal(x, want), name
+    first, second, third = (*(w.contiguous() for w in weights), None)[:3]
+    torch.library.opcheck(torch.ops.jetfire.quantize_stacked.default, (first, second, third, 32))
+
+
 def matrix(linear):
     """What a linear layer multiplies by."""
     eye = torch.eye(linear.weight.shape[1], device=linear.weight.device)

@@ -9,7 +9,9 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
+from jetfire.core.tensors import Quantized
 from jetfire.core.workloads import RAGGED
+from jetfire.ops import int8_quantize
 
 OP = registry.get("quantize")
 KERNEL = registry.get_kernel("quantize", "triton")
@@ -158,3 +160,24 @@ def test_more_than_two_to_the_31_elements(device, layout):
         codes = (part * spread(multiplier, 32, *part.shape) + u).floor().clamp(-127, 127)
         assert torch.equal(q[top : top + 32], codes.to(torch.int8))
         assert torch.equal(scale[top // 32 : top // 32 + 1], expected_scale)
+
+
+@pytest.mark.parametrize("layout", ["q", "qt", "both"])
+def test_codes_are_written_where_one_says(device, layout):
+    x, options = torch.randn(40, 70, device=device), {"block": 64, "layout": layout}
+    expected = int8_quantize(x, **options)
+    room = Quantized(*(None if t is None else torch.empty_like(t) for t in expected[:4]), block=64)
+    assert int8_quantize(x, **options, out=room) is room
+    for found, part in zip(room.tensors, expected.tensors, strict=True):
+        assert torch.equal(found, part)
+
+
+def test_room_that_does_not_fit_is_refused():
+    room = int8_quantize(torch.randn(40, 70))
+    for x, options in ((torch.randn(40, 71), {}), (torch.randn(40, 70), {"layout": "both"})):
+        with pytest.raises(UsageError, match=r"^out: expected q int8 \(40, 7"):
+            int8_quantize(x, **options, out=room)
+    x = torch.randn(40, 70)
+    shared = Quantized(x.view(torch.int8)[:, :70], room.scale)
+    with pytest.raises(UsageError, match="contiguous"):
+        int8_quantize(x, out=shared)

@@ -11,7 +11,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.tensors import names_of
 from jetfire.core.workloads import RAGGED
-from jetfire.ops import int8_quantize, int8_swiglu_backward, int8_swiglu_joined_backward
+from jetfire.ops import int8_quantize, int8_swiglu_backward
 from jetfire.reference import swiglu as reference
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
@@ -217,8 +217,11 @@ def test_joined_gradients_are_those_of_both(device, layout):
         "out_block": 64,
     }
     dgate, dup = int8_swiglu_backward(gate, up, dy, **options)
-    joined = int8_swiglu_joined_backward(gate, up, dy, **options)
+    joined = int8_swiglu_backward(gate, up, dy, joined=True, **options)
     assert joined.block == 64
+    tensors = *gate.tensors, *up.tensors, *dy.tensors, options["seed"]
+    given = *tensors, 32, "stochastic", layout, 64
+    torch.library.opcheck(torch.ops.jetfire.swiglu_backward.joined, given)
     for name in names_of(layout=layout):
         parts = getattr(dgate, name), getattr(dup, name)
         both = torch.cat(parts, dim=0 if name in ("qt", "scale_t") else 1)
@@ -245,7 +248,7 @@ def test_rows_of_outputs_may_lie_apart(device):
 def test_joined_gradients_are_of_whole_blocks():
     gate = int8_quantize(torch.randn(32, 96))
     with pytest.raises(UsageError, match="96 columns: expected a multiple of 64"):
-        int8_swiglu_joined_backward(gate, gate, gate, rounding="nearest", out_block=64)
+        int8_swiglu_backward(gate, gate, gate, rounding="nearest", out_block=64, joined=True)
 
 
 def test_names_of_outputs():
