@@ -24,7 +24,7 @@ from jetfire.gpt2.bench.steps import LOSS_TOLERANCE, Deviation, TrainingBench, c
 from jetfire.gpt2.bench.subjects import Subject, Tensors
 from jetfire.gpt2.training import settings
 from jetfire.models import cases, sources
-from jetfire.models.cases import PEERS, ModelCase, run_of
+from jetfire.models.cases import ADAPTED_PEERS, PEERS, ModelCase, run_of
 from jetfire.models.layers import traced
 from jetfire.models.subject import ModelSubject
 
@@ -39,7 +39,7 @@ class ModelBench(TrainingBench):
     variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
 
     def _peers_of(self, case: Any) -> list[str]:
-        return self.peers
+        return [peer for peer in self.peers if peer in ADAPTED_PEERS or not case.adapters]
 
     def _compared(self, case: Any, name: str, ours: Tensors, theirs: Tensors) -> Deviation:
         """Compare a recipe's first call with BF16 eager's; any name may be one of attention's."""
@@ -62,6 +62,7 @@ def case_of(word: str, texts: Sequence[str], recipes: Sequence[str], device: Dev
         UsageError: there is no such model, size or recipe.
     """
     run, changes = run_of(settings.split(texts))
+    adapters, changes = cases.adapters_of(changes)
     # Compiling for a CPU wants a C++ compiler.
     run = run or (COMPILE if device.kind == "cuda" else EAGER)
     source = sources.parse(word, changes)
@@ -72,7 +73,8 @@ def case_of(word: str, texts: Sequence[str], recipes: Sequence[str], device: Dev
         run,
         layers=[layer.name for layer in found.layers if not layer.kept],
         tokens=max((layer.m for layer in found.layers), default=0),
-        flops=found.flops,
+        flops=found.flops * (2 / 3 if adapters else 1),  # frozen weights have no gradient
+        adapters=adapters,
     )
 
 

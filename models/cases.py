@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from jetfire.nn.recipes import Recipe
 from jetfire.nn.recipes import get as recipe_by_name
 
 OP = "model_step"
-SET = ("run", "parallel")  # what a bench's `--set` says beside sizes
+SET = ("run", "parallel", "adapters")  # what a bench's `--set` says beside sizes
 # What `convert` replaces has one block: `int8` and `int8-block128` are the same.
 RECIPES = ("int8",)
 # Ends the name of a recipe whose layers are not only converted, but their blocks fused.
@@ -40,6 +41,9 @@ PEERS = {
         TorchVariant("compile_causal", causal=True),
     )
 }
+# What takes the layers on which adapters are trained as they are: torchao has no frozen ones.
+ADAPTED_PEERS = {name: RUNS[name] for name in (EAGER, COMPILE, REDUCE_OVERHEAD)}
+MOST_RANK = 1024
 # CUDA graphs hold no collectives that FSDP2's hooks launch. A model is not compiled there, but its
 # blocks, and makes no mask.
 SPREAD_PEERS = {
@@ -58,6 +62,7 @@ class ModelCase:
         flops: of the linear layers' products, forward and backward; attention's are not counted.
         parallel: how the model is spread over `processes`, `FSDP`; empty where there is one. Batch,
             tokens and flops are those of each.
+        adapters: the rank of the LoRA adapters that learn, on layers that do not; 0 for none.
     """
 
     source: ModelSource
@@ -68,6 +73,7 @@ class ModelCase:
     flops: float = 0.0
     parallel: str = ""
     processes: int = 1
+    adapters: int = 0
 
     @property
     def op(self) -> str:
@@ -75,7 +81,8 @@ class ModelCase:
 
     def as_dict(self) -> dict[str, Any]:
         spread = {"parallel": self.parallel, "processes": self.processes} if self.parallel else {}
-        return {**self.source.fields(), "run": self.run, **spread}
+        adapted = {"adapters": self.adapters} if self.adapters else {}
+        return {**self.source.fields(), "run": self.run, **spread, **adapted}
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
@@ -131,17 +138,42 @@ def parallel_of(texts: Sequence[str]) -> tuple[str, list[str]]:
     return parallel, [f"{name}={text}" for name, text in changes.items()]
 
 
+def adapters_of(changes: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    """Return the rank of a model's adapters, 0 where nothing says, and the other changes.
+
+    Raises:
+        UsageError: it is no rank.
+    """
+    rest = {name: text for name, text in changes.items() if name != "adapters"}
+    text = changes.get("adapters")
+    if text is None:
+        return 0, rest
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_RANK:
+        raise UsageError(f"--set adapters={text}: expected a rank from 1 to {MOST_RANK}")
+    return int(text), rest
+
+
 def check_bench(
     word: str, texts: Sequence[str], recipes: Sequence[str], peers: Sequence[str]
 ) -> str:
     """Refuse what can be refused of a bench before torch is loaded; return its `parallel`.
 
     Raises:
-        UsageError: as `parallel_of` and `check` say.
+        UsageError: as `parallel_of`, `adapters_of` and `check` say; or what is sharded, fused or in
+            4 bits is to have adapters.
     """
     parallel, rest = parallel_of(texts)
-    check(word, rest, recipes, SET)
-    peers_of(peers, SPREAD_PEERS if parallel else PEERS)
+    rank, changes = adapters_of(settings.split(rest))
+    check(word, [f"{name}={text}" for name, text in changes.items()], recipes, SET)
+    if rank and parallel:
+        raise UsageError(f"--set adapters={rank} parallel={parallel}: expected one of them")
+    for name in recipes_named(recipes) if rank else ():
+        if name not in INT8 or recipe_of(name).fallback is not None:
+            raise UsageError(
+                f"--recipe {name} with adapters: expected an INT8 recipe, neither fused nor with "
+                "fallback, whose layers are frozen"
+            )
+    peers_of(peers, SPREAD_PEERS if parallel else ADAPTED_PEERS if rank else PEERS)
     return parallel
 
 

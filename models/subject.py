@@ -14,6 +14,7 @@ from jetfire.gpt2.bench.subjects import RATE, Subject, Tensors, in_fp8
 from jetfire.gpt2.model.tensors import whole
 from jetfire.gpt2.training.step import autocast
 from jetfire.measure.peers import COMPILES
+from jetfire.models.adapters import adapted
 from jetfire.models.cases import FUSED, PEERS, RUNS, ModelCase, recipe_of
 from jetfire.models.layers import at_ends, weight_of
 from jetfire.models.step import loss_of, without_dropout
@@ -42,7 +43,9 @@ class ModelSubject(Subject):
         torch.manual_seed(seed)  # the same parameters and batch for every variant
         self.model, self.batch = case.source.make(device)
         without_dropout(self.model)
-        if self.recipe:
+        if case.adapters:
+            self.model = adapted(self.model, case, name if self.recipe else None)
+        elif self.recipe:
             _convert(self.model, name, case.source.name)
         if self.variant.fp8 is not None:
             with_linear_in_fp8(self.model, self.variant.fp8, case.layers)

@@ -44,6 +44,8 @@ class TrainingProblem(TypedDict):
     heads: NotRequired[Size]
     kv_heads: NotRequired[Size]
     hidden: NotRequired[Size]
+    optimizer: NotRequired[Line]
+    weights: NotRequired[Line]
 
 
 class ModelStepProblem(TypedDict):
@@ -55,6 +57,7 @@ class ModelStepProblem(TypedDict):
     context: NotRequired[Size]
     parallel: NotRequired[Line]
     processes: NotRequired[Size]
+    adapters: NotRequired[Size]
 
 
 def problem_text(row: Row) -> str:
@@ -63,11 +66,14 @@ def problem_text(row: Row) -> str:
     if "model" in p:
         sizes = f", {p['batch']}×{p['context']} tokens" if "batch" in p else ""
         spread = f", {p['parallel']} of {p['processes']}" if "parallel" in p else ""
-        return f"{p['model']}{sizes}, run {p['run']}{spread}"
+        adapted = f", adapters of rank {p['adapters']}" if "adapters" in p else ""
+        return f"{p['model']}{sizes}, run {p['run']}{spread}{adapted}"
     micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""
     layers = f"{p['layers']} layers" if "layers" in p else "one block"
     gated = f" ({p['hidden']}, {p['kv_heads']} of {p['heads']} heads)" if "hidden" in p else ""
-    return f"{layers} of width {p['width']}{gated}, {micros}{p['batch']}×{p['context']} tokens"
+    state = "".join(f", {name} {p[name]}" for name in ("optimizer", "weights") if name in p)
+    tokens = f"{p['batch']}×{p['context']} tokens"
+    return f"{layers} of width {p['width']}{gated}, {micros}{tokens}{state}"
 
 
 def _problems(results: Results, *ops: str) -> dict[str, list[Row]]:

@@ -17,6 +17,7 @@ from jetfire.measure.results import Results, Row
 from jetfire.models import bench, cases, layers, sources, subject
 from jetfire.models.bench import ModelBench
 from jetfire.models.subject import ModelSubject
+from jetfire.nn import FrozenInt8Linear
 from jetfire.report import documents
 from jetfire.report import training as training_report
 from jetfire.tests.language_models import attends_causally, compiled
@@ -105,6 +106,25 @@ def test_a_converted_model_is_timed_beside_bf16(word, changes, tmp_path):
     file = tmp_path / "r.json"
     file.write_text(Results({}, [row]).to_json())
     assert [again.key() for again in Results.load(file).rows] == [row.key()]
+
+
+@pytest.mark.parametrize(("word", "changes"), [("hf:gpt2-350m", TINY), ("hf:llama-8x2048", GQA)])
+def test_adapters_are_timed_on_frozen_layers(word, changes):
+    """Of both factors of each adapter there is a gradient, and of nothing else."""
+    pytest.importorskip("peft")
+    plain = bench.case_of(word, words(changes), ["int8"], CPU)
+    (row, eager), notes = measure(word, {**changes, "adapters": "4"})
+    assert (row.kernel, row.ok, row.problem["adapters"]) == ("int8", True, 4), notes
+    assert row.vs_peer == {"eager": eager.ms / row.ms}
+    assert 1e-3 < row.rel_err < 0.2
+    case = bench.case_of(word, words({**changes, "adapters": "4"}), ["int8"], CPU)
+    assert case.flops == pytest.approx(plain.flops * 2 / 3)
+    for name in ("int8", "eager"):
+        subject = ModelSubject(case, name, HERE, 0)
+        frozen = [m for m in subject.model.modules() if isinstance(m, FrozenInt8Linear)]
+        assert len(frozen) == (len(case.layers) if name == "int8" else 0)
+        found = {grad.rpartition(".lora_")[2] for grad in subject.first()}
+        assert found == {"loss", "A.default.weight", "B.default.weight"}
 
 
 def test_blocks_of_gpt2_are_fused():
