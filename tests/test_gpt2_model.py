@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import families
 from jetfire.gpt2.model.gpt2 import GPT2
 from jetfire.gpt2.model.shape import LlamaShape, Shape
+from jetfire.gpt2.training.settings import make
+from jetfire.gpt2.training.state import build
 from jetfire.nn import (
     RECIPES,
     Int4,
@@ -358,3 +361,27 @@ def test_keeps_less_than_bf16(device):
         if recipe == "bf16":
             found[recipe] -= copies
     assert found["int8-block32"] < found["bf16"] / 1.49
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-llama"])
+def test_outliers_are_planted_as_training_begins(preset):
+    """The same in every recipe; a few of an MLP's channels, and embeddings with heavy tails."""
+    cpu = Device.parse("cpu")
+    plain = build(make(preset, {"recipe": "bf16"}), 256, cpu)
+    models = [
+        build(make(preset, {"recipe": recipe, "outliers": 50}), 256, cpu)
+        for recipe in ("bf16", "int8-block32")
+    ]
+    given, *found = ({n: p.detach() for n, p in m.named_parameters()} for m in (plain, *models))
+    planted = "gate" if "llama" in preset else "expand"
+    for name, weight in given.items():
+        assert torch.equal(found[0][name], found[1][name])
+        if name.endswith(f"{planted}.weight"):
+            ratio = (found[0][name] / weight).nanmedian(1).values
+            assert ((ratio - 50).abs() < 1e-3).sum() == 4
+            assert (ratio == 1).sum() == len(ratio) - 4
+        elif not name.startswith("tokens"):
+            assert torch.equal(found[0][name], weight)
+    tokens, usual = found[0]["tokens.weight"], given["tokens.weight"]
+    assert float((tokens.abs() > 0.1).float().mean()) == pytest.approx(1 / 309, rel=0.25)
+    assert float((usual.abs() > 0.1).float().mean()) < 1e-4

@@ -66,7 +66,7 @@ MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
 # What earlier versions, which knew nothing else, did not say.
 EARLIER: dict[str, Any] = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
-EARLIER |= {"optimizer": "adamw", "weights": "fp32"}
+EARLIER |= {"optimizer": "adamw", "weights": "fp32", "outliers": 0.0}
 
 # Looks at layers in a run: their lines are 170 MB of the 256 that are read of a log.
 MOST_LOOKS = 500_000
@@ -105,6 +105,7 @@ class Settings:
         evaluate_every, checkpoint_every: steps between, 0 for only the end.
         keep: checkpoints to keep beside the best.
         watch: steps between looks at what INT8 does to each layer, 0 for none.
+        outliers: as `jetfire.gpt2.model.outliers.plant` makes them at the beginning, 0 for none.
         order: windows of tokens drawn at random, any of them again, or all of them shuffled, each
             once an epoch.
         data: a data set's name, a folder of prepared tokens, or text to prepare.
@@ -147,6 +148,7 @@ class Settings:
     checkpoint_every: Every = 250
     keep: Some = 2
     watch: Every = 0
+    outliers: Amount = 0.0
     seed: Seed = 0
     order: Literal["drawn", "shuffled"] = "drawn"
     data: str = "python"

@@ -14,6 +14,7 @@ from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.data.prepared import TokenDigests
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.model.language_model import LanguageModel, check_fits
+from jetfire.gpt2.model.outliers import plant
 from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, parallel, utilisation
 from jetfire.gpt2.training.checkpoint import Best, Checkpoint, State
@@ -35,7 +36,10 @@ def build(settings: Settings, vocabulary: int, device: Device) -> LanguageModel:
     check_fits(shape, device)
     torch.manual_seed(settings.seed)
     with device.torch_device:
-        return model_of(shape, settings.precision())
+        model = model_of(shape, settings.precision())
+        if settings.outliers:
+            plant(model, settings.outliers)
+    return model
 
 
 class Clock:
