@@ -26,15 +26,26 @@ _ANY_SIZE = 3 * 1024
 _SIZES = ("m", "n", "k", "rows")
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A problem that was asked for, and the kernel and config that solve it on a device."""
+
+    op: Op
+    problem: Any
+    kernel: Kernel
+    config: Any
+    device: Device
+
+
 @profiles.remembered
-def _planned() -> dict[tuple[str, Any], Kernel]:
-    """Return the kernel of each problem that was asked for, as a dict that `_plan` fills."""
+def _planned() -> dict[tuple[str, Any], Planned]:
+    """Return what each problem was planned as, by op and problem, as a dict that `_plan` fills."""
     return {}
 
 
-def planned() -> list[tuple[Op, Any, Kernel]]:
-    """Return op, problem and kernel of every different call since `profiles.forget`."""
-    return [(registry.get(name), problem, kernel) for (name, problem), kernel in _planned().items()]
+def planned() -> list[Planned]:
+    """Return every different call since `profiles.forget`."""
+    return list(_planned().values())
 
 
 def problem_of(op: Op, fields: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -75,8 +86,9 @@ def _plan(operator: Operator, device: torch.device, key: tuple[Any, ...]) -> _Pl
         new = [(name, spec.shape, dtype_of(spec.dtype)) for name, spec in specs]
     if is_empty:
         return _Plan(op, problem, None, None, new)
-    kernel, config = choose(op, problem, Device.of(torch.empty(0, dtype=torch.int8, device=device)))
-    _planned()[operator.op, problem] = kernel
+    where = Device.of(torch.empty(0, dtype=torch.int8, device=device))
+    kernel, config = choose(op, problem, where)
+    _planned()[operator.op, problem] = Planned(op, problem, kernel, config, where)
     return _Plan(op, problem, kernel, config, new)
 
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jetfire.nn.agreement import check_agreement
     from jetfire.nn.block import Int8Block
     from jetfire.nn.conversion import Report, convert
     from jetfire.nn.embedding import TiedGradient, tied_embedding
@@ -45,6 +46,7 @@ _MODULES = {
     "Stream": "flow",
     "TiedGradient": "embedding",
     "Watched": "watching",
+    "check_agreement": "agreement",
     "convert": "conversion",
     "gather_codes": "sharding",
     "is_int4_state": "int4",
@@ -74,6 +76,7 @@ __all__ = [
     "Stream",
     "TiedGradient",
     "Watched",
+    "check_agreement",
     "convert",
     "gather_codes",
     "is_int4_state",

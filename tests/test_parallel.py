@@ -386,6 +386,23 @@ def test_a_failure_in_one_process_alone_is_said_by_that_one(runs):
     assert not (runs / "apart").exists()
 
 
+def test_processes_of_other_profiles_are_warned_of_or_refused(runs):
+    """The first speaks, once; a run of equal ones says nothing."""
+    for rank in range(2):
+        assert outcome(runs, "differing", rank)["code"] == 0
+        assert outcome(runs, "differing-strict", rank)["code"] == 2
+    said = "jetfire: results may differ in bits: layernorm (m="
+    line = next(text for text in outcome(runs, "differing", 0)["err"].splitlines() if said in text)
+    assert "(digest aaaaaaaa) in rank 0, " in line
+    assert "(digest bbbbbbbb) in rank 1" in line
+    assert outcome(runs, "differing", 0)["err"].count("may differ in bits") == 1
+    assert outcome(runs, "differing-strict", 0)["err"].splitlines()[-1].startswith(said)
+    for name in ("ddp-int8", "fsdp-int8", "fsdp-adamw8"):
+        assert "may differ in bits" not in outcome(runs, name, 0)["err"]
+    for name in ("differing", "differing-strict"):
+        assert outcome(runs, name, 1)["err"] == ""
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -55,16 +55,17 @@ def planned(
         warnings.simplefilter("ignore", JetfireWarning)  # that profiles are missing is why
         step()
     found: dict[str, list[Case]] = {}
-    for op, problem, called in calls.planned():
-        others = registry.kernels(op.name).values()
+    for call in calls.planned():
+        problem = call.problem
+        others = registry.kernels(call.op.name).values()
         named = [
             kernel
             for kernel in others
             if kernel.name in kernels
             and kernel.legal(problem, kernel.default(problem, device), device) is None
         ]
-        for kernel in named if kernels else [called]:
-            found.setdefault(kernel.name, []).append(Case(op, problem))
+        for kernel in named if kernels else [call.kernel]:
+            found.setdefault(kernel.name, []).append(Case(call.op, problem))
     return found
 
 

@@ -36,18 +36,23 @@ class Training(Trained):
 
         Raises:
             JetfireError: a loss or a gradient was not finite; names the step and the layer.
+            UsageError: the run is to be deterministic, and its processes launch kernels of
+                different bits.
             Interrupted: `stop` said so; the checkpoint is written.
         """
         self.model.train()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         pending: Launched | None = None
-        for step in range(self.done + 1, self.settings.steps + 1):
+        first = self.done + 1
+        for step in range(first, self.settings.steps + 1):
             if self.settings.watch and step % self.settings.watch == 0:
                 self._read(pending)
                 pending = None
                 self._watch(step)
             launched = self._launch(step)
+            if step == first:  # by which every kernel of a step was chosen
+                self.group.check_agreement(strict=self.settings.deterministic)
             self._read(pending)
             pending = launched
             stopping = self.group.any(stop())

@@ -23,7 +23,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.gpt2.training.options import check_processes, torchrun
 from jetfire.gpt2.training.settings import Settings
-from jetfire.nn import gather_codes
+from jetfire.nn import check_agreement, gather_codes
 from jetfire.nn.products import is_dtensor, own_part
 
 T = TypeVar("T")
@@ -111,6 +111,15 @@ class Group:
             if self.leads:
                 raise
             raise SystemExit(error.exit_code) from None
+
+    def check_agreement(self, strict: bool) -> None:
+        """Warn of kernels whose results may differ between the processes.
+
+        Raises:
+            UsageError: there are such kernels, and `strict` is set.
+        """
+        if self.host is not None:
+            check_agreement(strict=strict, group=self.host)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the processes, in place, on the tensors' device."""

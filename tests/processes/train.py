@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 
 from jetfire.cli import execute
+from jetfire.core import calls, profiles
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.gpt2.training import command, graph, parallel, state
 from jetfire.gpt2.training.loop import Training
+from jetfire.measure import provenance
 from jetfire.nn.products import own_part
 from jetfire.tests.processes.leaving import leave
 
@@ -94,6 +96,18 @@ def apart(settings, folder: Path, group: parallel.Group):
     return TOKENS(settings, folder, group)
 
 
+def differ(op: str) -> None:
+    """Give the op's problems so far profiles that were tuned to other outputs in each process."""
+    os.environ["JETFIRE_PROFILES"] = str(OUT / f"profiles-{RANK}")
+    digest, times = "ab"[RANK] * 64, (1.0, 1.0, 1.0, 9, 1.0, None, "time", {}, 3, "tpe")
+    for call in calls.planned():
+        if call.op.name == op:
+            problem, config = call.problem.as_dict(), call.config.as_dict()
+            origin = provenance.of(call.kernel, call.device, None)
+            entry = profiles.Entry(call.kernel.name, problem, config, *times, origin, digest)
+            profiles.save(profiles.user_folder(), call.device, op, [entry])
+
+
 def runs_of(name: str, how: str, more: str) -> None:
     begin(name, how, "bf16", more)
     begin(f"{name}-int8", how, "int8-block32", more)
@@ -135,6 +149,9 @@ def all_runs() -> None:
     begin("compile", "fsdp", "bf16", "compile=true")
     begin("watch", "fsdp", "int8", "watch=2")
     resume("ddp-to-none", "ddp", "none")
+    differ("layernorm")
+    begin("differing", "ddp", "int8-block32")
+    begin("differing-strict", "ddp", "int8-block32", "accumulate=2,deterministic=true")
 
 
 # A process joins once: the store in which processes find each other keeps the first addresses.
