@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from jetfire.bench.progress import watch
@@ -46,14 +47,17 @@ def run(
         UsageError: no kernel has machine code for any of it.
     """
     found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
-    work = [
-        (case, device, kernel)
-        for case in cases
-        for device in devices
-        for kernel in registry.kernels(case.op.name).values()
-        if not kernel_names or kernel.name in kernel_names
-        if not kernel.legal(case.problem, kernel.default(case.problem, device), device)
-    ]
+    work = []
+    reasons: dict[str, None] = {}
+    for case, device in product(cases, devices):
+        for kernel in registry.kernels(case.op.name).values():
+            if kernel_names and kernel.name not in kernel_names:
+                continue
+            config = kernel.default(case.problem, device)
+            if reason := kernel.legal(case.problem, config, device):
+                reasons[f"{kernel.name}: {reason}"] = None
+            else:
+                work.append((case, device, kernel))
     try:
         for case, device, kernel in watch(
             work, lambda item: f"{item[1].name} {item[2].name}: {item[0]}", PAUSE_S
@@ -69,7 +73,8 @@ def run(
             form, {"audits": rows}, lambda: _print(found), lambda: _tables(found), lambda: rows
         )
     if not rows:
-        raise UsageError("no kernel with machine code takes these problems on these architectures")
+        none = "no kernel with machine code takes these problems on these architectures"
+        raise UsageError(": ".join(filter(None, (none, "; ".join(reasons)))))
 
 
 def _print(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> None:

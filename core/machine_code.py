@@ -32,6 +32,32 @@ class Cubin:
     warps: int
 
 
+_CUDA = 190  # an ELF file's e_machine of NVIDIA's
+
+
+@cache
+def unusable(file: Path, function: str, capability: tuple[int, int]) -> str | None:
+    """Return why a file is no cubin with a function for an architecture; None where it is one.
+
+    The file is read once per process.
+    """
+    try:
+        code = file.read_bytes()
+    except OSError as error:
+        return f"{file}: {error.strerror}: expected a cubin"
+    if len(code) < 64 or not code.startswith(b"\x7fELF") or code[18] != _CUDA:
+        return f"{file}: expected a cubin, as nvcc -cubin writes it"
+    # The second byte of e_flags, but the first of those that CUDA 12 writes.
+    major, minor = divmod(code[49 if code[8] >= 8 else 48], 10)
+    if capability[0] != major or capability[1] < minor:
+        return f"{file.name} is for sm_{major}{minor}, not sm_{capability[0]}{capability[1]}"
+    functions = {name.decode() for name in re.findall(rb"\.text\.(\w+)\0", code)}
+    if function not in functions:
+        held = ", ".join(sorted(functions)) or "none"
+        return f'{file.name}: expected extern "C" __global__ void {function}, it has {held}'
+    return None
+
+
 @dataclass(frozen=True)
 class Audit:
     """The resources and the disassembly of one compiled kernel.

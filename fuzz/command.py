@@ -133,7 +133,8 @@ def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
     """
     label, pairs = plan.devices[0].label, summary["pairs"]
     if not plan.extents:
-        raise NoDeviceError(f"none of these kernels runs on {label}")
+        reasons = [_reason(pair, plan.devices[0]) for pair in summary["elsewhere"]]
+        raise NoDeviceError(f"none of these kernels runs on {label}: {'; '.join(reasons)}")
     if wrong := sum(bool(pair["failures"]) for pair in pairs):
         raise WrongResultError(
             f"{plural(wrong, 'kernel is', 'kernels are')} wrong (seed {plan.seed})"
@@ -147,6 +148,14 @@ def _judge(plan: FuzzPlan, summary: dict[str, Any]) -> None:
         raise UsageError(f"{', '.join(unchecked)}: no example had the memory it needs on {label}")
     if plan.against is not None and not any(pair["compared"] for pair in pairs):
         raise UsageError(f"--against {plan.against}: nothing was compared on {label}")
+
+
+def _reason(pair: str, device: Device) -> str:
+    """Return why the kernel of ``OP KERNEL`` does not take the op's usual problem."""
+    name, kernel_name = pair.split()
+    op, kernel = registry.get(name), registry.get_kernel(name, kernel_name)
+    problem = op.problems(op.modes[0], dict.fromkeys(op.dims, 128))[0]
+    return f"{kernel_name}: {kernel.legal(problem, kernel.default(problem, device), device)}"
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import unusable
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_cuda.compile import CudaText, header
 from jetfire.kernels_cuda.program import CudaKernel, Program
@@ -64,7 +65,7 @@ class InlineKernel(CudaKernel):
 
     Attributes:
         code: the source; of a `binary` the function's declaration.
-        binary: a cubin that was compiled elsewhere, for `least`.
+        binary: a cubin that was compiled elsewhere.
     """
 
     name = "cuda"
@@ -85,10 +86,10 @@ class InlineKernel(CudaKernel):
         return 0
 
     def legal(self, problem: Any, config: Any, device: Device) -> str | None:
-        capability = device.capability or self.least
-        if self.binary is not None and capability[0] != self.least[0]:
-            return f"{self.binary.name} is for sm_{self.least[0]}{self.least[1]}"
-        return self.unfit(device) or self.outside(config)
+        reason = self.unfit(device) or self.outside(config)
+        if reason is None and self.binary is not None and device.capability is not None:
+            reason = unusable(self.binary, self._function, device.capability)
+        return reason
 
     def default(self, problem: Any, device: Device) -> Any:
         return self.Config()

@@ -4,6 +4,7 @@ Each file is loaded once per process, under a name of its own: an operator is de
 """
 
 import importlib
+import json
 import os
 import pickle
 import re
@@ -15,19 +16,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from jetfire.cli import execute
 from jetfire.commands.new import EXAMPLES, renamed
 from jetfire.core import loaded, profiles, registry, sources
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import unusable
 from jetfire.fuzz import InProcess, fuzz_kernel
+from jetfire.kernels_cuda.compile import compile_cubin
 from jetfire.measure import provenance
 from jetfire.measure.plan import Case
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "own-kernels.md").read_text()
-KINDS = {"triton": "row_softmax", "cuda": "row_norm", "cpu": "row_logsumexp"}
+CODE = re.findall(r"^```(?:python|cuda)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+VIEWS, LINES, CUDA, COMPILED = CODE  # the page's files
 
 
 def without_operators(example):
@@ -134,11 +139,11 @@ def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys
         assert (here / "wheel" / f"jetfire_{op}" / "selftest.py").exists()
 
 
-def tuned_on_an_h200(name):
+def tuned_on_an_h200(name, kernel_name=None, **fields):
     """Keep a profile as tuning there would: of the default config, with made-up times."""
     op, device = registry.get(name), target_device((9, 0))
-    (kernel,) = registry.kernels(name).values()
-    problem = op.Problem(48, 70)
+    kernel = registry.kernels(name)[kernel_name or registry.kernel_names(name)[0]]
+    problem = op.Problem(48, 70, **fields)
     entry = profiles.Entry(
         kernel=kernel.name,
         problem=problem.as_dict(),
@@ -225,52 +230,106 @@ def test_a_cuda_function_is_launched_by_its_parameters_names(example):
     assert kernel.cubins(problem, kernel.Config(warps=4), (9, 0))[0].code != cubin.code
 
 
-BINARY = '''
-from dataclasses import dataclass
-from pathlib import Path
-
-from jetfire.core.kernel import Config
-from jetfire.kernels_cuda.inline import InlineKernel
+OWN = {"lines": {}, "compiled": {"out": "fp32"}}  # the page's kernels of dequantize, for problems
 
 
-@dataclass(frozen=True)
-class Warps(Config):
-    warps: int = 4
+@pytest.fixture
+def dequantizing(named):
+    """Names a file of the page with a kernel of dequantize, the cubin made where it has one."""
+
+    def name(kernel, architecture="sm_90", source=CUDA):
+        if kernel == "lines":
+            return named("lines.py", LINES)
+        pytest.importorskip("cupy")
+        file = named("compiled.py", COMPILED)
+        (file.parent / "mine.cu").write_text(source)
+        cubin = compile_cubin(file.parent / "mine.cu", "", architecture)
+        (file.parent / "mine.cubin").write_bytes(cubin)
+        return file
+
+    return name
 
 
-class Binary(InlineKernel):
-    op = "transpose"
-    name = "binary"
-    Config = Warps
-    least = (9, 0)
-    binary = Path(__file__).parent / "mine.cubin"
-    code = """
-extern "C" __global__ void transpose_kernel(const char* q, char* qt, int m, int n);
-"""
-
-    def blocks(self, problem, config):
-        return problem.m
+def own_words(verb, kernel):
+    """A command on a kernel of the page, of a small problem where it is of one."""
+    sizes = [] if verb == "fuzz" else ["--m", "48", "--n", "70"]
+    fields = [word for name, value in OWN[kernel].items() for word in ("--set", f"{name}={value}")]
+    return [verb, "dequantize", "--kernel", kernel, *sizes, *(fields if sizes else [])]
 
 
-KERNELS = (Binary(),)
-'''
+@pytest.mark.parametrize("kernel", OWN)
+def test_a_kernel_of_the_page_is_listed_audited_and_exported(kernel, dequantizing, here, capsys):
+    dequantizing(kernel)
+    assert execute("list", []) == 0
+    assert f"kernels: torch, triton, {kernel}" in capsys.readouterr().out
+    row, *_ = json.loads(aside(*own_words("audit", kernel), "--arch", "90", "--json"))["audits"]
+    assert row["kernel"] == kernel
+    tuned_on_an_h200("dequantize", kernel, **OWN[kernel])
+    aside(*own_words("export", kernel), "-o", "out", "--no-check")
+    code = (here / "out" / "jetfire_dequantize.c").read_text()
+    assert f'"{row["function"]}", {32 * row["warps"]}, 0}}' in code
+    assert f"{{{row['function'].upper()}, {{48, 1, 1}}, " in code
 
 
-def test_a_cubin_in_place_of_a_source(named):
-    """It is run as it is, on the architecture that it is for, and hashed."""
-    file = named("binary.py", BINARY).parent / "mine.cubin"
-    file.write_bytes(b"ELF")
-    kernel, problem = registry.get_kernel("transpose", "binary"), registry.get("transpose").Problem
-    (cubin,) = kernel.cubins(problem(4, 4), kernel.Config(), (9, 0))
-    assert (cubin.name, cubin.code, cubin.warps) == ("transpose_kernel", b"ELF", 4)
-    reason = kernel.legal(problem(4, 4), kernel.Config(), target_device((8, 0)))
-    assert reason == "mine.cubin is for sm_90"
-    given = kernel.arguments(problem(4, 6), dict.fromkeys(("q", "qt"), torch.empty(4, 6)))
-    assert [name for _, name, _ in given] == ["q", "qt", "m", "n"]
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", OWN)
+def test_a_kernel_of_the_page_is_benched_fuzzed_and_tuned(kernel, dequantizing, here):
+    """Each command fails where a result is wrong."""
+    capability = Device.parse("cuda").capability
+    dequantizing(kernel, "sm_{}{}".format(*capability))
+    aside(*own_words("bench", kernel))
+    aside(*own_words("fuzz", kernel), "--examples", "100")
+    aside(*own_words("tune", kernel), "--peer", "none")
+    aside(*own_words("export", kernel), "-o", "out")
+
+
+def test_a_cubin_in_place_of_a_source(dequantizing):
+    """It is launched with what the declaration's names say, and hashed."""
+    file = dequantizing("compiled").parent / "mine.cubin"
+    op, kernel = registry.get("dequantize"), registry.get_kernel("dequantize", "compiled")
+    problem = op.Problem(4, 6, out="fp32")
+    (cubin,) = kernel.cubins(problem, kernel.Config(), (9, 0))
+    assert (cubin.name, cubin.code, cubin.warps) == ("dequantize_kernel", file.read_bytes(), 8)
+    inputs = {"q": torch.empty(4, 8)[:, :6], "scale": torch.empty(1, 1)}
+    given = kernel.arguments(problem, {**inputs, "x": torch.empty(4, 6)})
+    assert [value for *_, value in given[3:]] == [6, 32, 8, 1, 6]
     known = kernel.source_hash()
-    file.write_bytes(b"ELF of another")
+    file.write_bytes(file.read_bytes() + bytes(8))
     sources.digest.cache_clear()
     assert kernel.source_hash() != known
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "says"),
+    [
+        ("sm_80", None, "compiled: mine.cubin is for sm_80, not sm_90"),
+        ("sm_100", None, "compiled: mine.cubin is for sm_100, not sm_90"),
+        ("sm_90", "missing", "mine.cubin: No such file or directory: expected a cubin"),
+        ("sm_90", "text", "mine.cubin: expected a cubin, as nvcc -cubin writes it"),
+        ("sm_90", "name", 'expected extern "C" __global__ void dequantize_kernel, it has other'),
+    ],
+)
+def test_cubins_that_cannot_be_launched(architecture, change, says, dequantizing, capsys):
+    source = CUDA.replace("dequantize_kernel", "other") if change == "name" else CUDA
+    file = dequantizing("compiled", architecture, source).parent / "mine.cubin"
+    if change == "missing":
+        file.unlink()
+    elif change == "text":
+        file.write_text(CUDA)
+    assert execute(None, [*own_words("audit", "compiled"), "--arch", "90"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(says)
+
+
+def test_a_cubin_of_cuda_12_is_told_by_its_architecture(tmp_path):
+    """Its file's header has the architecture in another byte: that of Triton's own ptxas."""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    code, file = tmp_path / "k.ptx", tmp_path / "k.cubin"
+    code.write_text(".version 8.0\n.target sm_89\n.address_size 64\n.entry k() { ret; }\n")
+    subprocess.run([ptxas, "-arch=sm_89", code, "-o", file], check=True)
+    assert file.read_bytes()[8] == 7
+    assert unusable(file, "k", (8, 9)) is None
+    assert unusable(file, "k", (8, 6)) == "k.cubin is for sm_89, not sm_86"
 
 
 def test_cuda_in_a_file_is_exported_as_compiled_code(example, here):
@@ -324,7 +383,7 @@ def test_the_functions_are_those_of_the_package(example):
 
 def test_a_kernel_for_an_op_that_there_is(named, capsys):
     """The page's own, by the page's commands."""
-    named("views.py", PAGE.partition("```python\n")[2].partition("```")[0])
+    named("views.py", VIEWS)
     words = ["transpose", "--device", "cpu", "--kernel", "views", "--block", "32"]
     assert execute("bench", [*words, "--m", "64", "--rounds", "1"]) == 0
     assert execute("fuzz", [*words[:-2], "--examples", "25", "--largest", "60"]) == 0
@@ -440,8 +499,7 @@ def test_an_installed_package_is_found_by_its_entry_points(here, monkeypatch):
     (package / "__init__.py").write_text("")
     text = renamed(PLAIN, "row_logsumexp", "packaged")
     (package / "packaged.py").write_text(text)
-    views = PAGE.partition("```python\n")[2].partition("```")[0]
-    (package / "transpose.py").write_text(views)
+    (package / "transpose.py").write_text(VIEWS)
     (package / "broken.py").write_text("1 / 0\n")
     info = here / "own_package-1.0.dist-info"
     info.mkdir()
