@@ -266,6 +266,7 @@ class _Export:
             "plan": plan,
             "variants": self.variants,
             "codes": plan.name.upper(),
+            "language": self.language,
             "dims": dims(plan),
             "prototype": prototype(plan, plan.name, workspace, " {"),
             "prototypes": {

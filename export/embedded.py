@@ -156,6 +156,7 @@ def _launcher(
         "c/launcher.c.j2",
         plan=plan,
         codes=plan.name.upper(),
+        language="c",
         about=comment(
             f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}`, compiled for "
             "sm_{}{}, for the sizes in PROBLEMS.".format(*plan.capability)

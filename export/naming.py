@@ -41,15 +41,15 @@ _FILES = (
 _DEFINED = (
     "Argument Binding Content Dtype Extent Kernel Launch Matrix Operator Parameter Problem "
     "Repeated Scratch Shape Sizes Spare allocate ask_gpu begin benchmark bf16 by_value bytes_of "
-    "call call_function capture check check_all check_code cluster_tiles clusters contents "
-    "count_of differing driver elapsed element element_bytes end error_text extent_of fill find "
-    "find_problem fp16 handles have_driver is_captured is_right is_wanted launch launch_one load "
-    "load_kernels load_result loaded map_matrices map_matrix matrix name_of narrow nearest "
-    "number_name open_driver opened places prepare prepare_device problem_of ratio raw_row "
-    "recorded_bytes refuse relative_error report run scratch_for_call shape_of size_of sizes_fit "
-    "sizes_of slab_rows small_blocks stream text_of tiles tiles_across tiles_along tiles_down "
-    "time_calls unpack_matrix unpacked_row usage whole workspace_bytes writes_nothing zeros "
-    "zeros_for_call"
+    "call call_function capture check check_all check_code cluster_tiles clusters code_of "
+    "contents count_of differing driver elapsed element element_bytes end error_text extent_of "
+    "fill find find_problem fp16 handles have_driver init_result is_captured is_right is_wanted "
+    "launch launch_one load load_kernels load_result loaded map_matrices map_matrix matrix "
+    "name_of narrow nearest number_name open_driver opened places prepare prepare_device "
+    "problem_of ratio raw_row recorded_bytes refuse relative_error report run scratch_for_call "
+    "shape_of size_of sizes_fit sizes_of slab_rows small_blocks stream text_of tiles tiles_across "
+    "tiles_along tiles_down time_calls unpack_matrix unpacked_row usage whole workspace_bytes "
+    "writes_nothing zeros zeros_for_call"
 )
 LONGEST = 63  # characters of an identifier that C tells apart
 

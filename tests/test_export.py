@@ -143,8 +143,9 @@ def test_cuda_sources_are_built_by_make_and_loaded(tmp_path):
     made = ["make", "-s", "-j2", "all", "bin/selftest", "bin/benchmark"]
     subprocess.run(made, cwd=folder, env=bare(tmp_path, "nvcc"), check=True)
     found = codes(folder, "jetfire_gemm", 5, [256, 256, 256], [256, 256, 250], tmp_path)
-    assert [code for code, _ in found] == ["1", "1", "2", "4"]
+    assert [code for code, _ in found[:3]] == ["1", "1", "2"]
     assert len({text for _, text in found}) == 3
+    assert found[3] in (["39", "cudaErrorInsufficientDriver"], ["104", "cudaErrorNoDevice"])
 
 
 def has_usage(program, sizes):
@@ -181,8 +182,10 @@ def test_compiled_code_is_built_by_make_and_loaded(tmp_path):
     made = ["make", "-s", "-j2", f"CUDA_HOME={cuda_home()}", "all", "bin/selftest"]
     subprocess.run(made, cwd=folder, env=bare(tmp_path), check=True)
     found = codes(folder, "jetfire_quantize", 3, [8192, 4096], [4096, 4096], tmp_path)
-    assert [code for code, _ in found] == ["1", "1", "2", "4"]
+    assert [code for code, _ in found[:3]] == ["1", "1", "2"]
     assert len({text for _, text in found}) == 3
+    none = ["4", "there is no CUDA driver, or one that is too old"]
+    assert found[3] in (none, ["104", "CUDA_ERROR_NO_DEVICE"])
 
 
 PROJECT = """

@@ -297,6 +297,47 @@ def test_nvcc_makes_the_same_of_it_where_it_counts(built):
     assert sum(nvcc.instructions.values()) <= 1.01 * sum(nvrtc.instructions.values())
 
 
+ERRORS = """
+import ctypes, sys
+describe = ctypes.CDLL(sys.argv[1]).a_gemm_error
+describe.restype = ctypes.c_char_p
+print(*(describe(code).decode() for code in map(int, sys.argv[2:])), sep="\\n")
+"""
+TWO = [(fields(size, size, size), WgmmaConfig(groups)) for size, groups in ((1024, 1), (8192, 3))]
+
+
+def described(library, *codes, **environment):
+    """What a library says of codes."""
+    words = [sys.executable, "-c", ERRORS, library, *map(str, codes)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@needs_gcc
+@pytest.mark.parametrize("cases", [WGMMA[:1], TWO], ids=["one config", "two"])
+def test_the_driver_names_its_errors(cases, stand_in, tmp_path, monkeypatch):
+    library = write_compiled(plan_of("wgmma", *cases), tmp_path, monkeypatch)
+    assert compile_c(tmp_path, "gemm.so", *library.c_sources) == ""
+    found = described(tmp_path / "gemm.so", 4, 5, 6, -1, LD_LIBRARY_PATH=str(stand_in))
+    assert found == [
+        "there is no CUDA driver, or one that is too old",
+        "CUDA_ERROR_INVALID_VALUE",
+        "an error that CUDA's driver has no name for",
+        "not one of a_gemm's codes",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_takes_what_chooses_among_two_configs(tmp_path):
+    files = cuda.library(plan_of("wgmma", *TWO)).files
+    for name in ("a_gemm.h", "a_gemm_configs.h", "a_gemm.cu"):
+        (tmp_path / name).write_bytes(files[name])
+    command = "nvcc -std=c++17 -Xcompiler -Wall,-Wextra -c a_gemm.cu"
+    done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
+    assert b"cudaGetErrorName" in (tmp_path / "a_gemm.o").read_bytes()
+
+
 # --- host code -----------------------------------------------------------------------------------
 
 # Stands for libcuda.so.1: a map is what it was made of, a launch is kept to be asked for.
@@ -306,6 +347,10 @@ DRIVER = r"""
 typedef struct { unsigned blocks, threads, shared_bytes; unsigned char arguments[1024]; } Launch;
 Launch launched;
 int argument_bytes;
+CUresult cuGetErrorName(CUresult error, const char** name) {
+  *name = error == CUDA_ERROR_INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : NULL;
+  return *name == NULL;
+}
 CUresult cuInit(unsigned flags) { return flags; }
 CUresult cuCtxGetDevice(CUdevice* device) { return *device = 0; }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
@@ -610,7 +655,11 @@ def test_of_several_configs_the_nearest_is_chosen(stand_in, tmp_path, monkeypatc
         assert (size > 0) == streams
     # The same choice among sources in CUDA C++.
     sources = cuda.library(plan)
-    assert sources.files["a_gemm.cu"] == library.files["a_gemm.c"]
+    chosen = [
+        files[name].partition(b'#include "a_gemm_configs.h"')[2].partition(b"// CUDA's own")[0]
+        for files, name in ((sources.files, "a_gemm.cu"), (library.files, "a_gemm.c"))
+    ]
+    assert chosen[0] == chosen[1] != b""
     assert set(sources.cuda_sources) == {
         n.replace(".c", ".cu") for n in library.files if n.endswith(".c") and "code" not in n
     }

@@ -167,6 +167,7 @@ def run(so, function, calls, *, driver=None, kernels=(), threads=1, **environmen
     request = {
         "library": str(so),
         "function": function,
+        "describe": f"{function}_error",
         "calls": calls,
         "threads": threads,
         "driver": driver and str(driver),
@@ -304,6 +305,7 @@ def test_only_counters_must_be_zeros(built, name, zeros):
 # --- refusals ------------------------------------------------------------------------------------
 
 OK, BAD_SIZE, BAD_ALIGNMENT, BAD_DEVICE, CUDA_ERROR = range(5)
+UNKNOWN = CUDA_ERROR + 999  # CUDA_ERROR_UNKNOWN
 
 
 def test_what_a_caller_gets_wrong_is_found_before_the_driver_is_needed(built):
@@ -314,11 +316,11 @@ def test_what_a_caller_gets_wrong_is_found_before_the_driver_is_needed(built):
         ({"m": problem.m + 1}, BAD_SIZE),
         ({"n": problem.m, "m": problem.n}, BAD_SIZE),
         *(({name: 0x1008}, BAD_ALIGNMENT) for name in names),
-        ({}, CUDA_ERROR),  # without a driver, or without a context
     ]
-    calls = [arguments_of(made, problem, **changed) for changed, _ in wrong]
-    codes, _ = run(made.so, plan.name, calls)
+    calls = [arguments_of(made, problem, **changed) for changed, _ in [*wrong, ({}, OK)]]
+    *codes, right = run(made.so, plan.name, calls)[0]
     assert codes == [code for _, code in wrong]
+    assert right >= CUDA_ERROR  # no driver, no GPU or no context
     library = CDLL(str(made.so))
     describe = getattr(library, f"{plan.name}_error")
     describe.restype = c_void_p
@@ -332,7 +334,7 @@ def test_what_a_caller_gets_wrong_is_found_before_the_driver_is_needed(built):
         ({"FAKE_DEVICE": "63"}, OK),
         ({"FAKE_DEVICE": "64"}, OK),  # beyond those whose state is kept
         *(
-            ({"FAKE_FAILURE": function}, CUDA_ERROR)
+            ({"FAKE_FAILURE": function}, UNKNOWN)
             for function in (
                 "cuInit",
                 "cuCtxGetDevice",
@@ -345,11 +347,14 @@ def test_what_a_caller_gets_wrong_is_found_before_the_driver_is_needed(built):
         ),
     ],
 )
-def test_what_the_driver_refuses_is_a_code(built, fake_driver, environment, code):
+def test_what_the_driver_refuses_is_a_code_that_has_its_name(built, fake_driver, environment, code):
     made = built["quantize"]
     codes, lines = run_fake(fake_driver, made, 2 * call_all(made)[:1], **environment)
     assert codes == [code, code]
-    if code != CUDA_ERROR:
+    means = {OK: "no error", BAD_DEVICE: "the current device is not of sm_90"}
+    said = " ".join(next(x for x in lines if x[0] == "means")[1:])
+    assert said == means.get(code, "CUDA_ERROR_UNKNOWN")
+    if code < CUDA_ERROR:
         assert sum(x[0] == "launch" for x in lines) == (2 if code == OK else 0)
         assert sum(x[0] == "load" for x in lines) == (len(codes_of(made.recorded)) * (code == OK))
 

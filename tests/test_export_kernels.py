@@ -37,6 +37,7 @@ CC = ("gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-f
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 NAME = "a_kernel"
 STREAM, WORKSPACE = 0x5EED0, 0x7F0000000000
+UNKNOWN = 4 + 999  # the code of CUDA_ERROR_UNKNOWN
 
 
 def plan_of(op, kernel, *cases, capability=(9, 0)):
@@ -425,7 +426,7 @@ def kernels_in(library):
     return [re.sub(r"_\d+x.*", "", name) for name in names]
 
 
-def called(fake_driver, folder, library, calls, function=NAME):
+def called(fake_driver, folder, library, calls, function=NAME, **environment):
     """Codes that calls returned, and the lines of maps and launches, call by call."""
     kernels = [{"bytes": len(ELF), "parameters": PARAMETERS[name]} for name in kernels_in(library)]
     request = {
@@ -442,7 +443,7 @@ def called(fake_driver, folder, library, calls, function=NAME):
         text=True,
         capture_output=True,
         check=True,
-        env=dict(os.environ),
+        env={**os.environ, **environment},
     )
     found, lines = [], []
     for line in done.stdout.splitlines():
@@ -641,6 +642,27 @@ def test_what_the_contract_excludes_is_refused(number, fake_driver, tmp_path, mo
     assert [code for code, _ in found] == [code for *_, code in cases]
     # Nothing is launched of what is refused.
     assert [bool(lines) for _, lines in found] == [code == 0 for code, _ in found]
+
+
+# Each template that maps matrices, and launches of one kernel and of several.
+@needs_gcc
+@pytest.mark.parametrize(
+    ("number", "function", "launches"),
+    [
+        *((number, "cuTensorMapEncodeTiled", 0) for number in (1, 2, 14)),
+        *((number, "cuKernelSetAttribute", 0) for number in (1, 2)),
+        *((number, "cuLaunchKernel", 1) for number in (1, 2, 5, 9, 14)),
+    ],
+)
+def test_what_the_driver_refuses_first_ends_the_call_with_its_error(
+    number, function, launches, fake_driver, tmp_path, monkeypatch
+):
+    plan = plan_for(CASES[number])
+    library = compile_c(plan, tmp_path, monkeypatch)
+    call = arguments_of(plan, library, plan.problem, tensors_of(plan, plan.problem, Memory()))
+    ((code, lines),) = called(fake_driver, tmp_path, library, [call], FAKE_FAILURE=function)
+    assert code == UNKNOWN
+    assert sum(line.startswith("launch ") for line in lines) == launches
 
 
 @needs_gcc

@@ -1,6 +1,7 @@
 """Call a C library's functions under the fake driver, or without one; reads JSON, needs no package.
 
-Prints ``code N`` for each call's result, after the lines of the driver.
+Prints ``code N`` for each call's result, after the lines of the driver, and what the function
+``describe``, where one is named, says of it.
 """
 
 import ctypes
@@ -33,6 +34,10 @@ def call(arguments: list) -> int:
 def say(code: int) -> None:
     libc.fflush(None)
     print("code", code, flush=True)
+    if "describe" in request:
+        describe = getattr(library, request["describe"])
+        describe.restype = ctypes.c_char_p
+        print("means", describe(code).decode(), flush=True)
 
 
 if request["threads"] == 1:

@@ -28,6 +28,11 @@ static CUresult result(const char* function) {
   return failing != NULL && strcmp(failing, function) == 0 ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
 }
 
+CUresult cuGetErrorName(CUresult error, const char** name) {
+  *name = error == CUDA_ERROR_UNKNOWN ? "CUDA_ERROR_UNKNOWN" : NULL;
+  return *name == NULL ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
 static int setting(const char* name, int otherwise) {
   const char* text = getenv(name);
   return text == NULL ? otherwise : atoi(text);

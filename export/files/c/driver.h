@@ -15,6 +15,11 @@
 // What functions return, as the export's header has it.
 enum { OK, BAD_SIZE, BAD_ALIGNMENT, BAD_DEVICE, CUDA_ERROR };
 
+// The code of what a call of the driver returned.
+static int code_of(CUresult result) {
+  return result == CUDA_SUCCESS ? OK : CUDA_ERROR + (int)result;
+}
+
 typedef struct {
   const unsigned char* code;  // an ELF file
   const char* function;
@@ -51,6 +56,7 @@ static struct {
 
 static pthread_once_t opened = PTHREAD_ONCE_INIT;
 static int have_driver;
+static CUresult init_result;
 static pthread_once_t loaded = PTHREAD_ONCE_INIT;
 static CUresult load_result;
 static CUkernel handles[KERNEL_COUNT];
@@ -73,7 +79,8 @@ static void open_driver(void) {
       find(library, "cuLibraryGetKernel", &driver.cuLibraryGetKernel) &&
       find(library, "cuKernelSetAttribute", &driver.cuKernelSetAttribute) &&
       find(library, "cuTensorMapEncodeTiled", &driver.cuTensorMapEncodeTiled) &&
-      find(library, "cuLaunchKernel", &driver.cuLaunchKernel) && driver.cuInit(0) == CUDA_SUCCESS;
+      find(library, "cuLaunchKernel", &driver.cuLaunchKernel);
+  if (have_driver) init_result = driver.cuInit(0);
 }
 
 // Once for the process: this code belongs to no context, the driver puts it where it is launched.
@@ -93,41 +100,45 @@ static void load_kernels(void) {
 
 static int prepare_device(CUdevice device) {
   int major, minor;
-  if (driver.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) ||
-      driver.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
-    return CUDA_ERROR;
+  CUresult result = driver.cuDeviceGetAttribute(
+      &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+  if (result == CUDA_SUCCESS)
+    result = driver.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                                         device);
+  if (result != CUDA_SUCCESS) return code_of(result);
   if (major != CAPABILITY_MAJOR || minor != CAPABILITY_MINOR) return BAD_DEVICE;
   pthread_once(&loaded, load_kernels);
-  if (load_result != CUDA_SUCCESS) return CUDA_ERROR;
-  for (int i = 0; i < KERNEL_COUNT; i++) {
+  result = load_result;
+  for (int i = 0; i < KERNEL_COUNT && result == CUDA_SUCCESS; i++) {
     // What a block may have of it without asking.
-    if (KERNEL_TABLE[i].shared_bytes > 48 << 10 &&
-        driver.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                    (int)KERNEL_TABLE[i].shared_bytes, handles[i], device))
-      return CUDA_ERROR;
+    if (KERNEL_TABLE[i].shared_bytes > 48 << 10)
+      result = driver.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                           (int)KERNEL_TABLE[i].shared_bytes, handles[i], device);
   }
-  return OK;
+  return code_of(result);
 }
 
 // Make sure that the kernels can be launched in the current context.
 static int prepare(void) {
   static atomic_int known[64];  // for each device, 1 + its code; 0 before it was first asked
   pthread_once(&opened, open_driver);
+  if (!have_driver) return CUDA_ERROR;
   CUdevice device;
-  if (!have_driver || driver.cuCtxGetDevice(&device)) return CUDA_ERROR;
+  CUresult result = init_result;
+  if (result == CUDA_SUCCESS) result = driver.cuCtxGetDevice(&device);
+  if (result != CUDA_SUCCESS) return code_of(result);
   if (device >= 64) return prepare_device(device);
   int code = atomic_load(&known[device]) - 1;
   if (code < 0) {
     code = prepare_device(device);
-    if (code != CUDA_ERROR) atomic_store(&known[device], code + 1);
+    if (code < CUDA_ERROR) atomic_store(&known[device], code + 1);
   }
   return code;
 }
 
 static int launch(int kernel, unsigned x, unsigned y, unsigned z, CUstream stream,
                   void** arguments) {
-  const CUresult result = driver.cuLaunchKernel(
-      (CUfunction)handles[kernel], x, y, z, KERNEL_TABLE[kernel].threads, 1, 1,
-      KERNEL_TABLE[kernel].shared_bytes, stream, arguments, NULL);
-  return result == CUDA_SUCCESS ? OK : CUDA_ERROR;
+  return code_of(driver.cuLaunchKernel((CUfunction)handles[kernel], x, y, z,
+                                       KERNEL_TABLE[kernel].threads, 1, 1,
+                                       KERNEL_TABLE[kernel].shared_bytes, stream, arguments, NULL));
 }

@@ -33,15 +33,15 @@ typedef struct {
   const Launch* launches;
 } Problem;
 
-static CUresult map_matrix(CUtensorMap* map, const Matrix* matrix, void* address) {
+// Returns an error code.
+static int map_matrix(CUtensorMap* map, const Matrix* matrix, void* address) {
   const cuuint64_t sizes[] = {(cuuint64_t)matrix->columns, (cuuint64_t)matrix->rows};
   const cuuint64_t strides[] = {(cuuint64_t)matrix->row_bytes};
   const cuuint32_t box[] = {matrix->box_columns, matrix->box_rows};
   const cuuint32_t steps[] = {1, 1};
-  return driver.cuTensorMapEncodeTiled(map, matrix->type, 2, address, sizes, strides, box, steps,
-                                       CU_TENSOR_MAP_INTERLEAVE_NONE, matrix->swizzle,
-                                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return code_of(driver.cuTensorMapEncodeTiled(
+      map, matrix->type, 2, address, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      matrix->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 static int launch_one(const Launch* one, const void* const* tensors, void* workspace,
@@ -59,8 +59,8 @@ static int launch_one(const Launch* one, const void* const* tensors, void* works
     arguments[i] = &values[i];
     if (argument->matrix == NULL) continue;
     arguments[i] = &maps[mapped];
-    if (map_matrix(&maps[mapped++], argument->matrix, (void*)(uintptr_t)base) != CUDA_SUCCESS)
-      return CUDA_ERROR;
+    const int code = map_matrix(&maps[mapped++], argument->matrix, (void*)(uintptr_t)base);
+    if (code != OK) return code;
   }
   // Triton's kernels end with two pointers, to memory that these do not ask for.
   uint64_t none = 0;
