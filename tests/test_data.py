@@ -9,6 +9,9 @@ import json
 import lzma
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 import tarfile
 import threading
 from functools import partial
@@ -198,7 +201,7 @@ def test_downloads_are_checked_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "SHAKESPEARE", source.as_uri())
     with pytest.raises(UsageError, match=r"has SHA-256 .*, expected 86c4"):
         corpora.find("shakespeare", None, tmp_path / "c", said.append)
-    assert list((tmp_path / "c").iterdir()) == []
+    assert not (tmp_path / "c").exists()
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", digest)
     first = corpora.find("shakespeare", None, tmp_path / "c", said.append)
@@ -209,44 +212,84 @@ def test_downloads_are_checked_and_kept(tmp_path, monkeypatch):
         corpora.find("shakespeare", None, tmp_path / "d", said.append)
 
 
-class _Quiet(SimpleHTTPRequestHandler):
+class _Hub(SimpleHTTPRequestHandler):
+    """Answers as the hub does: a digest is that of the file, or another."""
+
+    wrong = ""
+
     def log_message(self, *_: object) -> None:
         pass
 
-    def translate_path(self, path: str) -> str:
-        return super().translate_path(path.replace("?recursive=true", ""))
+    def end_headers(self) -> None:
+        content = Path(self.translate_path(self.path)).read_bytes()
+        self.send_header("X-Repo-Commit", corpora.REVISION)
+        self.send_header("ETag", f'"{self.wrong or hashlib.sha256(content).hexdigest()}"')
+        super().end_headers()
 
 
-def test_openwebtext_downloads_what_its_hub_lists(tmp_path, monkeypatch):
-    hub = tmp_path / "hub"
-    base = f"datasets/{corpora.OPENWEBTEXT}"
-    (hub / f"{base}/resolve/main/subsets").mkdir(parents=True)
-    (hub / f"api/{base}/tree").mkdir(parents=True)
-    with tarfile.open(hub / f"{base}/resolve/main/subsets/00.tar", "w") as archive:
-        (tmp_path / "1.txt").write_text("one")
-        archive.add(tmp_path / "1.txt", "1.txt")
-    content = (hub / f"{base}/resolve/main/subsets/00.tar").read_bytes()
-    listing = [
-        {"path": "README.md"},
-        {
-            "path": "subsets/00.tar",
-            "size": len(content),
-            "lfs": {"oid": hashlib.sha256(content).hexdigest()},
-        },
-    ]
-    (hub / f"api/{base}/tree/main").write_text(json.dumps(listing))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(hub)))
+FROM_HUB = """
+import sys
+from pathlib import Path
+from jetfire.core.errors import UsageError
+from jetfire.gpt2.data import corpora
+corpora.OPENWEBTEXT = corpora.OPENWEBTEXT[:2]
+try:
+    corpus = corpora.find("openwebtext", None, Path(), print)
+    print(*(name for name, _ in corpus.files), *(piece.text for piece in corpus.pieces()))
+except UsageError as error:
+    print(error)
+"""
+
+
+def from_hub(home, endpoint):
+    """What a process says of openwebtext, of whose archives there are two."""
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_HUB],
+        env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_openwebtext_is_of_one_revision_and_kept_in_the_hub_s_own_cache(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    folder = tmp_path / f"hub/datasets/{corpora.DATA_SET}/resolve/{corpora.REVISION}"
+    (folder / "subsets").mkdir(parents=True)
+    names = corpora.OPENWEBTEXT[:2]
+    for text, name in zip(("one", "two"), names, strict=True):
+        (tmp_path / "1.txt").write_text(text)
+        with tarfile.open(folder / name, "w") as archive:
+            archive.add(tmp_path / "1.txt", "1.txt")
+    says = [f"downloading {corpora.DATA_SET}/{name}" for name in names]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, directory=str(tmp_path / "hub")))
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        corpus = corpora.find("openwebtext", None, tmp_path / "c", print)
-        assert [piece.text for piece in corpus.pieces()] == ["one"]
-        (hub / f"api/{base}/tree/main").write_text("[]")
-        with pytest.raises(UsageError, match="--from FOLDER"):
-            corpora.find("openwebtext", None, tmp_path / "d", print)
+        found = from_hub(tmp_path / "home", endpoint)
+        assert found == [*says, f"{names[0]} {names[1]} one two"]
+        monkeypatch.setattr(_Hub, "wrong", "0" * 64)
+        for _ in range(2):  # what was refused is not kept
+            first, why = from_hub(tmp_path / "other", endpoint)
+            assert first == says[0]
+            assert re.search(r"subset00.tar has SHA-256 \w{64}, expected 0{64}: not used", why)
     finally:
         server.shutdown()
         server.server_close()
+    assert from_hub(tmp_path / "home", endpoint) == found[2:]
+    assert re.search(
+        r"cannot download .*: expected a network, or --from PATH",
+        from_hub(tmp_path / "other", endpoint)[-1],
+    )
+
+
+def test_without_the_hub_s_library_a_line_says_what_brings_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        UsageError, match=r"needs huggingface_hub, .*: pip install 'jetfire\[text\]'$"
+    ):
+        corpora.find("openwebtext", None, tmp_path, print)
 
 
 # --- preparing ------------------------------------------------------------------------------------

@@ -22,22 +22,15 @@ import tarfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, NotRequired
-
-from pydantic import Field
-from typing_extensions import TypedDict
+from typing import IO, Any, NamedTuple
 
 from jetfire.core import files as disk
-from jetfire.core import schema
 from jetfire.core.errors import UsageError, not_installed, unknown
-from jetfire.core.files import MIB, Unreadable
-from jetfire.core.schema import Digest, Line
+from jetfire.core.files import MIB
 from jetfire.gpt2.data.prepared import CorpusSource
 
 PIECE = 1 << 20
@@ -46,7 +39,10 @@ SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-OPENWEBTEXT = "Skylion007/openwebtext"
+# The archives of a data set on the hub, at this revision.
+DATA_SET = "Skylion007/openwebtext"
+REVISION = "f3808c30e817981b845ec549c43e82bb467d8144"
+OPENWEBTEXT = tuple(f"subsets/urlsf_subset{number:02}.tar" for number in range(21))
 _HTML = {".html", ".htm", ".xhtml"}
 _PROSE = ".txt .text .md .rst .org .tex .pod"
 _CODE = ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .js .ts .java .sh"
@@ -124,7 +120,7 @@ def find(name: str, copy: Path | None, cache: Path, report: Callable[[str], None
 
     Args:
         copy: a local copy, read instead of downloading.
-        cache: folder for downloads.
+        cache: folder for downloads; what is of the hub lies in the hub's own cache.
         report: called with a line before each download.
     """
     if name == "python":
@@ -132,15 +128,12 @@ def find(name: str, copy: Path | None, cache: Path, report: Callable[[str], None
             raise UsageError(f"--from {copy}: {name} is read from this Python, nothing to copy")
         return _python()
     if name == "openwebtext":
-        return _openwebtext(copy, cache, report)
+        return _openwebtext(copy, report)
     if name not in NAMED:
         if copy is not None:
             raise UsageError(f"--from {copy}: expected only with {', '.join(_COPIED)}, not {name}")
         return _local(name, Path(name))
-    path = copy
-    if path is None:
-        path = cache / "tinyshakespeare.txt"
-        _download(SHAKESPEARE, path, SHAKESPEARE_SHA256, name, report)
+    path = _shakespeare(cache, report) if copy is None else copy
     if not path.is_file():
         raise UsageError(f"--from {path}: expected a text file, the works that {name} is made of")
     return Corpus(name, (("input.txt", path),), tail=True)
@@ -396,22 +389,8 @@ def strip_html(page: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
-class _Stored(TypedDict):
-    oid: Digest
-
-
-class _Entry(TypedDict):
-    """A file of a data set on the hub; what is large has a digest."""
-
-    path: Line
-    lfs: NotRequired[_Stored | None]
-
-
-_Listing = Annotated[list[_Entry], Field(max_length=100_000)]
-
-
-def _openwebtext(copy: Path | None, cache: Path, report: Callable[[str], None]) -> Corpus:
-    """The data set's own files, from a folder or downloaded: tar archives or Parquet."""
+def _openwebtext(copy: Path | None, report: Callable[[str], None]) -> Corpus:
+    """The data set's own archives, from a folder or the hub."""
     if copy is not None:
         if not copy.exists():
             raise UsageError(
@@ -419,69 +398,62 @@ def _openwebtext(copy: Path | None, cache: Path, report: Callable[[str], None]) 
                 ".parquet, .jsonl or .txt files"
             )
         return Corpus("openwebtext", _local(str(copy), copy).files)
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    listing = f"{hub}/api/datasets/{OPENWEBTEXT}/tree/main?recursive=true"
-    content = b""
-    for block in _blocks(listing, "openwebtext"):
-        content += block
-        if len(content) > WHOLE:
-            break
-    held: dict[str, str | None] = {}
-    with suppress(Unreadable):
-        for entry in schema.decode(content, _Listing, Path(listing)):
-            stored = entry.get("lfs")
-            held[entry["path"]] = stored["oid"] if stored else None
-    suffix = next((s for s in (".tar", ".parquet") if any(p.endswith(s) for p in held)), None)
-    if suffix is None:
-        raise UsageError(
-            f"openwebtext: no .tar or .parquet files at {listing}: expected --from FOLDER with "
-            "its .tar, .xz, .parquet, .jsonl or .txt files"
-        )
-    if suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise not_installed("pyarrow", "text")
-    files = []
-    for path in sorted(p for p in held if p.endswith(suffix)):
-        place = cache / "openwebtext" / path.replace("/", "-")
-        url = f"{hub}/datasets/{OPENWEBTEXT}/resolve/main/{path}"
-        _download(url, place, held[path], "openwebtext", report)
-        files.append((path, place))
-    return Corpus("openwebtext", tuple(files))
+    return Corpus("openwebtext", tuple((name, _from_hub(name, report)) for name in OPENWEBTEXT))
 
 
-def _download(
-    url: str, place: Path, sha256: str | None, name: str, report: Callable[[str], None]
-) -> None:
-    """Have `place` hold what the address does, whole and right or not at all."""
-    if place.is_file():
-        return
-    report(f"downloading {url}")
-    found = hashlib.sha256()
-    with disk.new_file(place, folders=True) as file:
-        for block in _blocks(url, name):
-            found.update(block)
-            file.write(block)
-        if sha256 not in (None, found.hexdigest()):
-            raise UsageError(
-                f"{name}: {url} has SHA-256 {found.hexdigest()}, expected {sha256}: not used"
-            )
-
-
-def _blocks(url: str, name: str) -> Iterator[bytes]:
-    """What an address holds, all of it, in parts."""
-    size = 0
+def _from_hub(name: str, report: Callable[[str], None]) -> Path:
+    """A file of openwebtext in the hub's own cache, whole and right or not at all."""
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            while block := answer.read(MIB):
-                size += len(block)
-                yield block
-            expected = answer.headers.get("Content-Length")
-    except (OSError, ValueError, HTTPException) as error:
+        import huggingface_hub as hub
+    except ImportError:
+        raise not_installed("huggingface_hub", "text") from None
+    file: Any = {
+        "repo_id": DATA_SET,
+        "filename": name,
+        "repo_type": "dataset",
+        "revision": REVISION,
+    }
+    held = hub.try_to_load_from_cache(**file)
+    if isinstance(held, str):
+        return Path(held)
+    report(f"downloading {DATA_SET}/{name}")
+    try:
+        expected = hub.get_hf_file_metadata(hub.hf_hub_url(**file)).etag  # its SHA-256
+        place = Path(hub.hf_hub_download(**file))
+    except Exception as error:  # whatever its HTTP library raises
+        raise _not_downloaded(f"{DATA_SET}/{name}", error) from None
+    found = disk.digest(place)
+    if found != expected:
+        place.resolve().unlink()
+        raise UsageError(f"{DATA_SET}/{name} has SHA-256 {found}, expected {expected}: not used")
+    return place
+
+
+def _shakespeare(cache: Path, report: Callable[[str], None]) -> Path:
+    """The file that its address holds, kept in `cache`, right or not at all."""
+    place = cache / "tinyshakespeare.txt"
+    if place.is_file():
+        return place
+    report(f"downloading {SHAKESPEARE}")
+    try:
+        with urllib.request.urlopen(SHAKESPEARE, timeout=60) as answer:
+            content: bytes = answer.read()
+    except (OSError, HTTPException) as error:
+        raise _not_downloaded(SHAKESPEARE, error) from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != SHAKESPEARE_SHA256:
         raise UsageError(
-            f"{name}: cannot download {url}: {getattr(error, 'reason', error)}: expected a network "
-            "or --from PATH with a local copy"
-        ) from None
-    if expected not in (None, str(size)):
-        raise UsageError(f"{name}: cannot download {url}: {size} bytes came, expected {expected}")
+            f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}: not used"
+        )
+    disk.write(place, content, folders=True)
+    return place
+
+
+def _not_downloaded(what: str, error: Exception) -> UsageError:
+    reason = " ".join(str(error).split())[:120]
+    return UsageError(
+        f"cannot download {what} ({reason}): expected a network, or --from PATH with a local copy"
+    )
 
 
 def stem(names: Sequence[str]) -> str:
