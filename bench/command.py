@@ -91,16 +91,14 @@ def bench(asked: BenchOptions) -> None:
     from jetfire.bench import profiling
 
     # Before torch is loaded: all names but a config's fields.
-    devices.check_name(asked.device)
-    plan.check_data(asked.data)
-    plan.check_peers(plan.kept_peers(asked.peers) or ())
-    _config(asked)
+    peers, config = plan.kept_peers(asked.peers), _config(asked)
+    plan.check_peers(peers or ())
     profiling.check(asked)
     device = devices.Device.parse(asked.device)
     from jetfire.bench import promotion, suite
     from jetfire.measure import runner
 
-    options = _options(asked, device)
+    options = _options(asked, device, peers, config)
     if request is None:
         work = suite.cases(str(asked.suite), options)
     else:
@@ -205,10 +203,6 @@ def request_of(asked: BenchOptions) -> Request:
 
 def file_format(asked: BenchOptions) -> str | None:
     """What `-o` is to hold: `--format`, else what the file's suffix says."""
-    if asked.format is not None and asked.format not in FORMATS:
-        raise unknown(f"--format {asked.format}", asked.format, FORMATS)
-    if asked.rounds is not None and asked.rounds < 1:
-        raise UsageError(f"--rounds {asked.rounds}: expected at least 1")
     check_output("--plot", asked.plot, *PLOTS)
     if asked.output is None:
         if asked.append:
@@ -232,13 +226,15 @@ def existing_rows(asked: BenchOptions) -> Results | None:
     return None
 
 
-def _options(asked: BenchOptions, device: Device) -> Options:
+def _options(
+    asked: BenchOptions, device: Device, peers: Sequence[str] | None, config: Mapping[str, str]
+) -> Options:
     from jetfire.measure.runner import Options
 
     return Options(
         kernels=asked.kernels or None,
-        peers=plan.kept_peers(asked.peers),
-        config=_config(asked),
+        peers=peers,
+        config=config,
         data=asked.data,
         seed=asked.seed,
         rounds=asked.rounds or (20 if device.kind == "cuda" else 7),

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jetfire.core import registry, workloads
-from jetfire.core.errors import unknown
 from jetfire.core.op import Op
 from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.measure import plan
@@ -70,15 +69,9 @@ def _part(name: str) -> list[Entry]:
 
 
 def entries(name: str) -> list[Entry]:
-    """Return a suite's ops, each with problems of it that are measured alike.
-
-    Raises:
-        UsageError: there is no such suite.
-    """
+    """Return a suite's ops, each with problems of it that are measured alike."""
     if name == "results":
         return [entry for part in PARTS for entry in _part(part)]
-    if name not in (*PARTS, "promotion"):
-        raise unknown(f"--suite {name}", name, NAMES)
     return _part(name)
 
 

@@ -44,7 +44,7 @@ def run(
         ),
     ] = 20.0,
     format: Annotated[
-        str, o.option("--format", "NAME", "table, json or csv.", ("table", "json", "csv"))
+        str, o.choice("--format", "NAME", "table, json or csv.", ("table", "json", "csv"))
     ] = "table",
     device: o.Device = "auto",
     seed: o.Seed = 0,

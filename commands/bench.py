@@ -36,7 +36,7 @@ def run(
     ] = None,
     suite: Annotated[
         o.Text,
-        o.option(
+        o.choice(
             "--suite",
             "NAME",
             "The committed measurements, instead of OP: results, or a part of it: targets, "

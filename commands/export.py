@@ -29,7 +29,7 @@ def run(
     ] = None,
     target: Annotated[
         o.Text,
-        o.option(
+        o.choice(
             "--target",
             "NAME",
             "cuda (source), cubin (compiled code in C), torch (a PyTorch extension), wheel, or hf "

@@ -62,10 +62,8 @@ def run(
     version: o.Version = False,
 ) -> None:
     """Random problems, configs, values and layouts against the reference; failures are saved."""
-    from jetfire.core import device as devices
     from jetfire.measure import plan
 
-    devices.check_name(device)
     chosen = [found.name for found in plan.choose_ops(ops or ["all"])]
     plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
     budget_s = None if budget is None else o.duration("--budget", budget)

@@ -88,6 +88,22 @@ def duration(option: str, text: str) -> float:
     return seconds
 
 
+def _device(text: str) -> str:
+    """Return the name of a device, which need not be there."""
+    from jetfire.core.device import check_name
+
+    check_name(text)
+    return text
+
+
+def _distribution(text: str) -> str:
+    """Return the name of a distribution, or of two."""
+    from jetfire.measure.data import check
+
+    check(text, f"--data {text}")
+    return text
+
+
 def shard(text: str | None) -> tuple[int, int]:
     """Return the index and the count of a shard such as ``0/4``."""
     found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text or "0/1")
@@ -350,9 +366,21 @@ Kernels = Annotated[
     Texts, listed("--kernel", "NAME", "Only these kernels.", complete=complete_kernel)
 ]
 Peers = Annotated[Texts, listed("--peer", "NAME", "Only these peers; none for none.", PEERS)]
-Data = Annotated[str, option("--data", "NAME", "The inputs' distribution; list has them.", DATA)]
+Data = Annotated[
+    str,
+    option(
+        "--data", "NAME", "The inputs' distribution; list has them.", DATA, parser=_distribution
+    ),
+]
 Device = Annotated[
-    str, option("--device", "NAME", "auto, cpu, cuda or cuda:N.", ("auto", "cpu", "cuda"))
+    str,
+    option(
+        "--device",
+        "NAME",
+        "auto, cpu, cuda or cuda:N.",
+        ("auto", "cpu", "cuda"),
+        parser=_device,
+    ),
 ]
 Format = Annotated[Text, choice("--format", "NAME", "table, json, csv or md (table).", FORMATS)]
 Rows = Annotated[File, option("--output -o", "FILE", "Save as .json/.csv/.md.")]
@@ -377,7 +405,7 @@ Shard = Annotated[
     Text, option("--shard", "I/N", "Only every Nth problem, from the Ith (0/4 to 3/4).")
 ]
 Strategy = Annotated[
-    str, option("--strategy", "NAME", "tpe, gp, random or exhaustive.", STRATEGIES)
+    str, choice("--strategy", "NAME", "tpe, gp, random or exhaustive.", STRATEGIES)
 ]
 Preset = Annotated[str, argument("PRESET", "As for training.", PRESETS)]
 Steps = Annotated[Count, integer("--steps", "Optimizer steps.", 1)]

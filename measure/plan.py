@@ -14,7 +14,6 @@ from jetfire.core import registry, workloads
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.op import Op
 from jetfire.core.problem import MOST_ELEMENTS
-from jetfire.measure import data
 from jetfire.measure import peers as peer_ops
 from jetfire.measure.results import MOST_ROWS
 
@@ -217,11 +216,6 @@ def check_peers(names: Sequence[str]) -> None:
 def kept_peers(names: Sequence[str] | None) -> list[str] | None:
     """Return the peers to measure, of the names given: ``none`` is none; None is all."""
     return [] if names == ["none"] else list(names or ()) or None
-
-
-def check_data(text: str) -> None:
-    """Raise UsageError where a text is no distribution's name, nor that of two."""
-    data.check(text, f"--data {text}")
 
 
 def check_rows(

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetfire.core import device as devices
 from jetfire.core.errors import UsageError, unknown
 from jetfire.gpt2.training import settings
 from jetfire.models import sources
 from jetfire.models.cases import run_of
 
-FORMATS = ("table", "json", "csv")
 RECIPES = ("int8-block32", "int8-block64", "int8-block128")
 
 
@@ -46,9 +44,6 @@ def check(asked: AdviseOptions) -> None:
     Raises:
         UsageError: it says what is accepted.
     """
-    devices.check_name(asked.device)
-    if asked.format not in FORMATS:
-        raise unknown(f"--format {asked.format}", asked.format, FORMATS)
     for name in asked.recipes:
         if name not in RECIPES:
             raise unknown(f"--recipe {name}", name, RECIPES)

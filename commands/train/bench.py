@@ -57,13 +57,11 @@ def run(
 ) -> None:
     """Time training steps against BF16 eager and torch.compile; measure their memory."""
     from jetfire.bench import command
-    from jetfire.core import device as devices
     from jetfire.gpt2.bench import cases
     from jetfire.gpt2.training.settings import split
     from jetfire.models import cases as models
     from jetfire.models import sources
 
-    devices.check_name(device)
     asked = o.collect(command.BenchOptions, locals())
     command.file_format(asked)
     chosen = recipes or ()

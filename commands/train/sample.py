@@ -24,10 +24,8 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Write text with a run's model."""
-    from jetfire.core import device as devices
     from jetfire.gpt2.training.options import no_run
 
-    devices.check_name(device)
     if not run.is_dir():
         raise no_run(run)
     from jetfire.gpt2.training import command

@@ -48,15 +48,15 @@ def run(
     trials: o.Trials = None,
     budget: o.Budget = "10m",
     effort: Annotated[
-        str, o.option("--effort", "NAME", "quick (40 configs) or full (250).", o.EFFORTS)
+        str, o.choice("--effort", "NAME", "quick (40 configs) or full (250).", o.EFFORTS)
     ] = "quick",
     strategy: o.Strategy = "tpe",
     objective: Annotated[
-        str, o.option("--objective", "NAME", "time, energy or both.", o.OBJECTIVES)
+        str, o.choice("--objective", "NAME", "time, energy or both.", o.OBJECTIVES)
     ] = "time",
     for_all: Annotated[
         o.Text,
-        o.option(
+        o.choice(
             "--for-all",
             "mean|worst",
             "One config for all problems of a kernel: the least geometric mean of its times over "
@@ -66,7 +66,7 @@ def run(
     ] = None,
     bits: Annotated[
         o.Text,
-        o.option(
+        o.choice(
             "--bits",
             "same",
             "Only configs whose output is bit-equal to that of the config in use.",

@@ -22,12 +22,11 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """List the profiles: of all ops and devices, or of what the options leave."""
-    from jetfire.core import device as devices
+    from jetfire.core.device import Device
     from jetfire.measure import plan
     from jetfire.tuner import show as profiles
 
-    devices.check_name(device)
     request = o.request(locals(), ops=ops or ["all"])
-    where = None if device == "auto" else devices.Device.parse(device)
+    where = None if device == "auto" else Device.parse(device)
     wanted = profiles.Wanted.of(request, kernels or [])
     profiles.show(plan.parse_list(ops or []), where, wanted, format or "table")

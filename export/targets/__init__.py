@@ -6,8 +6,6 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
-from jetfire.core.errors import unknown
-
 if TYPE_CHECKING:
     from jetfire.export.target import ExportTarget
 
@@ -23,13 +21,7 @@ NAMES = tuple(_MODULES)
 
 @cache
 def get(name: str) -> ExportTarget:
-    """The target of a name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in _MODULES:
-        raise unknown(f"--target {name}", name, NAMES)
+    """The target of a name."""
     module = importlib.import_module(f"jetfire.export.targets.{_MODULES[name]}")
     target: ExportTarget = module.TARGETS[name]
     return target

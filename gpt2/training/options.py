@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetfire.core import device as devices
 from jetfire.core.errors import UsageError, not_installed, unknown
 from jetfire.gpt2.data import corpora
 from jetfire.gpt2.training.settings import PRESETS, Settings, checked, load, make, split
@@ -84,7 +83,6 @@ def of_run(file: Path) -> dict[str, Any]:
 
 def check(asked: TrainOptions) -> None:
     """Refuse what can be refused without a look into a run's folder."""
-    devices.check_name(asked.device)
     for name in asked.loggers:
         check_logger(name)
     if asked.resume:
