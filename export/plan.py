@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,14 +162,16 @@ def _has_form(kernel: Kernel) -> bool:
     return isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)
 
 
-def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
+def _fastest(
+    op: Op, kernels: Mapping[str, Kernel], problems: Sequence[Any], device: Device
+) -> Kernel:
     """Return the fastest in all of the kernels that were tuned for all problems.
 
     Without one it is the first in the op's order that has configs of near problems, whose times do
     not compare.
     """
     times: dict[str, float] = {}
-    for kernel in filter(_has_form, registry.kernels(op.name).values()):
+    for kernel in filter(_has_form, kernels.values()):
         found = [profiles.find(kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)
@@ -180,16 +182,16 @@ def _fastest(op: Op, problems: Sequence[Any], device: Device) -> Kernel:
             f"{op.name} on {device.name}: no kernel has a profile for {problems[0]}; tune it: "
             f"{command_for(op, problems[0])}"
         )
-    return registry.get_kernel(op.name, min(times, key=lambda name: times[name]))
+    return kernels[min(times, key=lambda name: times[name])]
 
 
-def _check_exportable(op: Op) -> None:
-    """Raise UsageError where no kernel of the op is one that an export can hold."""
+def _check_exportable(op: Op, kernels: Mapping[str, Kernel]) -> None:
+    """Raise UsageError where none of an op's kernels is one that an export can hold."""
     if op.composite:
         raise UsageError(
             f"{op.name}: it has nothing to tune: it launches the kernels of other ops; export those"
         )
-    if not any(kernel.backend in GPU for kernel in registry.kernels(op.name).values()):
+    if not any(kernel.backend in GPU for kernel in kernels.values()):
         raise UsageError(f"{op.name}: it has no kernel in Triton or CUDA C++ to export")
 
 
@@ -226,10 +228,12 @@ def make(
     op = cases[0].op
     problems = [case.problem for case in cases]
     _alike(op, problems)
-    _check_exportable(op)
-    kernel = (
-        registry.get_kernel(op.name, kernel_name) if kernel_name else _fastest(op, problems, device)
-    )
+    kernels = registry.kernels(op.name)
+    _check_exportable(op, kernels)
+    if kernel_name is None:
+        kernel = _fastest(op, kernels, problems, device)
+    else:
+        kernel = registry.get_kernel(op.name, kernel_name)
     if kernel.backend == "cpu":
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     if kernel.backend == "python":
