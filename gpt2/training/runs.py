@@ -71,7 +71,6 @@ def opened(asked: TrainOptions, group: Group) -> Iterator[Run]:
             yield _resumed(folder, asked.given(), group)
         return
     settings = asked.begun()
-    parallel.check(settings, group)
     folder = asked.output or _free_folder(settings)
     with _alone(folder):
         begun = any((folder / name).exists() for name in (SETTINGS, log.NAME))

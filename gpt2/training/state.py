@@ -85,7 +85,6 @@ class Trained:
     ) -> None:
         self.settings, self.tokens, self.folder, self.report = settings, tokens, folder, report
         self.device, self.group = device.torch_device, group
-        parallel.check(settings, group)
         self.vocabulary = tokens.vocabulary
         self.model = build(settings, self.vocabulary, device)
         self.graphed = graph.used(settings, self.device)
