@@ -81,21 +81,19 @@ def bench(asked: BenchOptions) -> None:
     """
     kind = file_format(asked)
     existing = existing_rows(asked)
+    from jetfire.bench import profiling, suite
+
     request = None
     if asked.suite is None:
         request = request_of(asked)
     else:
-        from jetfire.bench import suite
-
-        check_suite(asked, any(timed.data is not None for _, timed in suite.entries(asked.suite)))
-    from jetfire.bench import profiling
-
+        suite.check(asked)
     # Before torch is loaded: all names but a config's fields.
     peers, config = plan.kept_peers(asked.peers), _config(asked)
     plan.check_peers(peers or ())
     profiling.check(asked)
     device = devices.Device.parse(asked.device)
-    from jetfire.bench import promotion, suite
+    from jetfire.bench import promotion
     from jetfire.measure import runner
 
     options = _options(asked, device, peers, config)
@@ -152,29 +150,12 @@ def _sized(request: Request, device: Device) -> Request:
     return request.sized(4096 if on_gpu else 512)
 
 
-def check_suite(asked: BenchOptions, own_data: bool) -> None:
-    """A suite says itself what is measured, and some on what data.
-
-    Raises:
-        UsageError: an option says something else.
-    """
-    names = "ops m n k workload block settings kernels config peers rounds"
-    chosen = [getattr(asked, name) for name in names.split()]
-    if asked.suite in ("training", "export") and (asked.profile or asked.profile_run):
-        raise UsageError(f"--suite {asked.suite}: it is not profiled: leave out --profile")
-    if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
-        raise UsageError(
-            f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
-        )
-
-
 def request_of(asked: BenchOptions) -> Request:
     """What OP, ``--m``, ``--block``, ``--set`` and so on ask for, checked without torch.
 
     Raises:
         UsageError: it says which is wrong.
     """
-    plan.choose_ops(asked.ops)
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
     sizes = {d: plan.parse_sizes(f"--{d}", ",".join(texts)) for d, texts in given.items() if texts}
     if asked.workload is not None:
@@ -196,8 +177,7 @@ def request_of(asked: BenchOptions) -> Request:
             raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
     ops, blocks = plan.parse_list(asked.ops), asked.block or None
     request = Request(ops, modes, sizes, asked.workload, blocks, settings)
-    plan.check_kernels(ops, asked.kernels)
-    plan.check(request)
+    plan.check(request, asked.kernels)
     return request
 
 

@@ -23,12 +23,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jetfire.core import registry, workloads
+from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
 from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 
 if TYPE_CHECKING:
+    from jetfire.bench.command import BenchOptions
     from jetfire.measure.runner import Options
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
@@ -57,6 +59,24 @@ def _memory_bound(op: Op) -> Iterator[Timed]:
     yield replace(every, sizes={"m": workloads.SQUARES}, blocks=blocks)
     for turn, name in enumerate(GPT2, start=1):
         yield replace(every, turn=turn, workload=name)
+
+
+def check(asked: BenchOptions) -> None:
+    """Refuse options that say what a suite says itself: what is measured, and of some the data.
+
+    Raises:
+        UsageError: there is such an option.
+    """
+    names = "ops m n k workload block settings kernels config peers rounds"
+    chosen = [getattr(asked, name) for name in names.split()]
+    apart = asked.suite in ("training", "export")
+    if apart and (asked.profile or asked.profile_run):
+        raise UsageError(f"--suite {asked.suite}: it is not profiled: leave out --profile")
+    own_data = apart or any(timed.data is not None for _, timed in entries(str(asked.suite)))
+    if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
+        raise UsageError(
+            f"--suite {asked.suite} says itself what is measured: leave out OP and its options"
+        )
 
 
 def _part(name: str) -> list[Entry]:

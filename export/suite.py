@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.bench import command
+from jetfire.bench import suite as suites
 from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, NoDeviceError, UsageError
@@ -127,7 +128,7 @@ def suite(asked: command.BenchOptions) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong; NoDeviceError without a Hopper GPU.
     """
-    command.check_suite(asked, own_data=True)
+    suites.check(asked)
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: exports have no chart: expected -o FILE")
     kind, existing = command.file_format(asked), command.existing_rows(asked)

@@ -260,12 +260,13 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
     return [registry.get(name) for name in dict.fromkeys(every)]
 
 
-def check(request: Request) -> None:
+def check(request: Request, kernels: Sequence[str]) -> None:
     """Refuse a request that is wrong on any device, with the errors of `cases`.
 
     Raises:
-        UsageError: a name, size or value means nothing to any of the ops.
+        UsageError: a name, size or value means nothing to any of the ops, nor a kernel's name.
     """
+    check_kernels(request.ops, kernels)
     cases(request.sized(EVERYWHERE), lambda note: None)  # which is made again later
 
 

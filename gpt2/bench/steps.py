@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 
 from jetfire.bench import command
+from jetfire.bench import suite as suites
 from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
@@ -380,7 +381,7 @@ def suite(asked: command.BenchOptions) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
-    command.check_suite(asked, own_data=True)
+    suites.check(asked)
     cases = [TrainingCase(problem_of(name)) for name in SUITE]
     run(asked, cases, "jetfire bench --suite training")
 
