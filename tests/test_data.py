@@ -241,11 +241,14 @@ except UsageError as error:
 """
 
 
+ONLINE = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}  # whatever other tests have set
+
+
 def from_hub(home, endpoint):
     """What a process says of openwebtext, of whose archives there are two."""
     done = subprocess.run(
         [sys.executable, "-c", FROM_HUB],
-        env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint},
+        env={**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **ONLINE},
         capture_output=True,
         text=True,
         check=True,
