@@ -47,7 +47,7 @@ def run(
         o.choice(
             "--sanitizer",
             "TOOL",
-            "Under compute-sanitizer: memcheck, racecheck, initcheck or synccheck.",
+            "compute-sanitizer's memcheck, racecheck, initcheck or synccheck, or Triton's consan.",
             o.SANITIZERS,
         ),
     ] = None,

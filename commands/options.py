@@ -148,7 +148,7 @@ LOGGERS = _of("gpt2.training.options", "LOGGERS")
 CORPORA = _of("gpt2.data.corpora", "NAMED")
 TOKENIZERS = _of("gpt2.data.tokenizers", "NAMES")
 # Copies, as the modules of these names load torch; a test compares them.
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck", "consan")
 ARCHITECTURES = ("80", "86", "89", "90", "100")
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 

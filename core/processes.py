@@ -167,12 +167,16 @@ class Worker:
                 found[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
         return found
 
+    def printed(self) -> str:
+        """Return the end of what it printed."""
+        return self._output.tail()
+
     def last_words(self) -> str:
         """Return how a dead worker ended, and the end of what it printed."""
         self._process.join(5.0)
         code = self._process.exitcode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        printed = self._output.tail()
+        printed = self.printed()
         return f"worker ended by {how}" + (f"\n{printed}" if printed else "")
 
     def close(self, wait_s: float = 0.0) -> None:

@@ -1,17 +1,24 @@
-"""Reports of compute-sanitizer that are no fault.
+"""The sanitizers of kernels: compute-sanitizer's, whose known reports are no fault, and Triton's.
 
-A kernel's folder names them in `KNOWN` of its module ``sanitizer``.
+A kernel's folder names such reports in `KNOWN` of its module ``sanitizer``.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck"]
+Tool = Literal["memcheck", "racecheck", "initcheck", "synccheck", "consan"]
+INSTRUMENTATION = "TRITON_INSTRUMENTATION_MODE"
 # The beginning of a report's next counterpart.
 _COUNTERPART = re.compile(r"(?=\band \w+ access at )")
+
+
+def under_consan() -> bool:
+    """Return whether Triton has its concurrency sanitizer in what this process compiles."""
+    return os.environ.get(INSTRUMENTATION) == "consan"
 
 
 @dataclass(frozen=True)

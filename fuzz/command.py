@@ -78,6 +78,8 @@ def fuzz(asked: FuzzOptions) -> None:
     from jetfire.fuzz import jobs
 
     pairs = _pairs(asked)
+    if asked.sanitizer == "consan":
+        pairs = _instrumented(pairs)
     plan = _plan(asked, pairs)
     for name in dict.fromkeys(name for name, _ in plan.extents):
         if why := registry.get(name).no_gradients:
@@ -224,13 +226,32 @@ def _tool(name: str, device: Device) -> sanitize.Tool:
     """The sanitizer of a name, once there is what it needs.
 
     Raises:
-        NoDeviceError: there is no GPU, or no compute-sanitizer.
+        NoDeviceError: there is no GPU, or no such sanitizer.
     """
     tool = sanitize.parse(name)
     if device.kind != "cuda":
         raise NoDeviceError(f"--sanitizer {name}: needs a CUDA device, here is {device.label}")
-    sanitize.find()
+    if tool == "consan":
+        sanitize.instrument()
+    else:
+        sanitize.find()
     return tool
+
+
+def _instrumented(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs whose kernels consan sees, and name the others.
+
+    Raises:
+        UsageError: it sees none.
+    """
+    found = [pair for pair in pairs if registry.get_kernel(*pair).backend == "triton"]
+    others = [" ".join(pair) for pair in pairs if pair not in found]
+    said = "--sanitizer consan: {} kernels in Triton or Gluon alone"
+    if not found:
+        raise UsageError(f"{said.format('expected')}, not {', '.join(others)}")
+    if others:
+        terminal.note(f"{said.format('sees')}; skipped: {', '.join(others)}")
+    return found
 
 
 def _pairs(asked: FuzzOptions) -> list[Pair]:
@@ -421,6 +442,8 @@ def reproduce(
     tool = None if sanitizer is None else _tool(sanitizer, device)
     if saved.own and not given:
         loaded.add([Path(file) for file in saved.load])
+    if tool == "consan":
+        _instrumented([(saved.case.op, saved.case.kernel)])
     if reason := _illegal(saved.case, device):
         raise UsageError(f"--reproduce {name}: {reason}")
     limit, end = _case_s(device, tool), time.monotonic() + RACY_S

@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer around the worker, and what it says of a case."""
+"""NVIDIA's compute-sanitizer around the worker, or Triton's in its kernels, and what they say."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from jetfire.core import registry
+from jetfire.core import files, registry
 from jetfire.core.errors import NoDeviceError, UsageError
-from jetfire.core.sanitizer import Tool
+from jetfire.core.sanitizer import INSTRUMENTATION, Tool
 from jetfire.fuzz.example import Mode
 
 TOOLS: tuple[Tool, ...] = get_args(Tool)
@@ -25,6 +25,8 @@ LATE_S = 1.0  # and so late at most
 _QUIET = ("COMPUTE-SANITIZER", "SUMMARY: 0", "Target application terminated", "Process didn't")
 # Where one begins, at the start of a line of the log.
 _REPORT = re.compile(r"(?:^|(?<= · ))(?=(?:Error|Warning|Internal Sanitizer Error)\b)")
+# As the driver prints it, once for each thread.
+_ASSERTION = re.compile(r"^(.+?:\d+): .*thread: \[.*\] Assertion `(.*)` failed", re.MULTILINE)
 _OPTIONS: dict[Tool, tuple[str, ...]] = {
     # Allocations next to each other would hide a write beyond one of them.
     "memcheck": ("--padding", "4096", "--report-api-errors", "no"),
@@ -69,14 +71,56 @@ def mode(tool: Tool) -> Mode:
 
     To memcheck a guard zone is memory like any other; for initcheck nothing may be filled.
     """
-    guarded = tool in ("racecheck", "synccheck")
+    guarded = tool in ("racecheck", "synccheck", "consan")
     plain = Mode(host=True, initialised=tool != "initcheck")
     return plain if guarded else Mode(host=True, guard=0, initialised=plain.initialised)
 
 
+def instrument() -> None:
+    """Have this process's workers compile Triton kernels with consan, in a cache of its own.
+
+    Raises:
+        NoDeviceError: this Triton has none.
+    """
+    import triton
+    from triton._C.libtriton import passes
+
+    if not hasattr(passes.ttgpuir, "add_concurrency_sanitizer"):
+        raise NoDeviceError(f"--sanitizer consan: Triton {triton.__version__} has none")
+    os.environ[INSTRUMENTATION] = "consan"
+    os.environ["TRITON_CACHE_DIR"] = str(files.cache() / "consan")
+
+
+def serve_instrumented() -> None:
+    """Give consan the memory that it asks for, and have it alone assert.
+
+    With assertions Triton 3.6 compiles checks for the overflow of integers too, 3.7 does not.
+    """
+    import torch
+    import triton
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    parse = CUDABackend.parse_options
+
+    def parse_options(self: Any, options: dict[str, Any]) -> Any:
+        return parse(self, {**options, "sanitize_overflow": False})
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    CUDABackend.parse_options = parse_options
+    triton.set_allocator(allocate)
+
+
+def assertions(printed: str) -> str:
+    """Return each failed assertion of a kernel that a worker printed, in one line."""
+    found = _ASSERTION.findall(printed)
+    return " · ".join(dict.fromkeys(f"{text.strip()} · at {place}" for place, text in found))
+
+
 @dataclass
 class SanitizerSession:
-    """One worker's sanitizer, and how much of its log has been read."""
+    """One worker's compute-sanitizer, and how much of its log has been read."""
 
     tool: Tool
 

@@ -12,6 +12,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.processes import Worker
+from jetfire.core.sanitizer import under_consan
 from jetfire.fuzz import sanitize
 from jetfire.fuzz.example import Example, Mode, Outcome, is_huge
 from jetfire.fuzz.run import run_case
@@ -95,6 +96,8 @@ class Isolated:
         if session is not None:
             said.append(session.said(wait_s))
         if not usable:
+            if self._sanitizer == "consan" and self._worker is not None:
+                said.append(sanitize.assertions(self._worker.printed()))
             self._end_worker()
             said += [session.said()] if session is not None else []
             self.close()
@@ -135,8 +138,9 @@ class Isolated:
             return self._worker
         mode = Mode()
         if self._sanitizer is not None:
-            self._session = sanitize.SanitizerSession(self._sanitizer)
             mode = sanitize.mode(self._sanitizer)
+            if self._sanitizer != "consan":
+                self._session = sanitize.SanitizerSession(self._sanitizer)
         under = self._session.command() if self._session else ()
         self._worker = Worker(serve, self._device, mode, under=under)
         reason: str | None = f"no worker started in {START_S:.0f} s"
@@ -177,6 +181,8 @@ def serve(connection: Connection, device: Device, mode: Mode) -> None:
         return
     if device.kind == "cpu":  # on a busy machine other threads are waited for, ten times as long
         torch.set_num_threads(1)
+    elif under_consan():
+        sanitize.serve_instrumented()
     connection.send(None)
     while True:
         (case,) = connection.recv()

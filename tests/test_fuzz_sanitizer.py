@@ -1,18 +1,31 @@
 """The worker runs under compute-sanitizer, here one that finds what a kernel tells it to."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jetfire.cli import execute
 from jetfire.core import loaded, registry
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.errors import NoDeviceError, UsageError
-from jetfire.fuzz import Example, InProcess, Isolated, Outcome, fuzz_kernel, jobs, sanitize
+from jetfire.core.sanitizer import INSTRUMENTATION, under_consan
+from jetfire.fuzz import (
+    Example,
+    InProcess,
+    Isolated,
+    Outcome,
+    command,
+    fuzz_kernel,
+    jobs,
+    sanitize,
+)
 from jetfire.fuzz.draw import FuzzExtent
 from jetfire.fuzz.example import Mode
 from jetfire.fuzz.run import run_case
@@ -73,6 +86,30 @@ KERNELS = (Odd(),)
 """
 
 
+ASSERTING = """
+import os, sys
+from jetfire.core import registry
+from jetfire.core.kernel import Kernel
+
+RIGHT = registry.get_kernel("transpose", "torch")
+SAID = "/my file.py:{}: unknown: block: [0,0,0], thread: [{},0,0] Assertion `{}` failed."
+
+class Asserting(Kernel):
+    op, name, Config, backend = "transpose", "asserting", RIGHT.Config, "triton"
+    legal, default, space = RIGHT.legal, RIGHT.default, RIGHT.space
+
+    def launch(self, problem, config, inputs, outputs):
+        RIGHT.launch(problem, config, inputs, outputs)
+        if problem.n % 2:
+            for thread in range(8):
+                print(SAID.format(3, thread, "Buffer is written. "), file=sys.stderr)
+            print(SAID.format(9, 0, "Deadlock detected"), file=sys.stderr, flush=True)
+            os._exit(1)
+
+KERNELS = (Asserting(),)
+"""
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """A compute-sanitizer that runs its command; the arguments that it was given."""
@@ -84,9 +121,9 @@ def fake(tmp_path, monkeypatch):
     return tmp_path / "arguments"
 
 
-def case(n):
+def case(n, kernel="odd"):
     problem = registry.get("transpose").Problem(5, n)
-    return Example("transpose", "odd", problem.as_dict(), {}, layout={"q": (3, 1)})
+    return Example("transpose", kernel, problem.as_dict(), {}, layout={"q": (3, 1)})
 
 
 @pytest.fixture
@@ -286,3 +323,66 @@ def test_nothing_is_filled_for_initcheck():
     assert not sanitize.mode("initcheck").initialised
     assert sanitize.mode("racecheck") == Mode(host=True)
     assert sanitize.mode("memcheck").guard == 0
+
+
+@pytest.fixture
+def asserting(tmp_path, monkeypatch, unload):
+    """A file with a kernel that ends its process as a device's assertions do."""
+    for name in (INSTRUMENTATION, "TRITON_CACHE_DIR"):  # which consan sets, here to be undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    file = tmp_path / "asserting.py"
+    file.write_text(ASSERTING)
+    loaded.add([file])
+    return file
+
+
+FOUND = "Buffer is written. · at /my file.py:3 · Deadlock detected · at /my file.py:9"
+
+
+def test_an_assertion_under_consan_is_the_case_s(asserting):
+    with contextlib.closing(Isolated(CPU, sanitizer="consan")) as executor:
+        assert executor.run(case(8, "asserting")).kind is None
+        found = executor.run(case(9, "asserting"))
+        assert (found.kind, found.message) == ("sanitizer", FOUND)
+        assert executor.run(case(10, "asserting")).kind is None
+        assert executor.late() is None
+
+
+def test_the_command_under_consan(asserting, monkeypatch, tmp_path, capsys):
+    """On the CPU, which stands in for a GPU: kernels that are not Triton's are skipped."""
+    monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "failures"))
+    monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)
+    monkeypatch.setattr("jetfire.fuzz.command._tool", lambda name, device: sanitize.parse(name))
+    words = ["transpose", "--kernel", "torch,asserting", "--sanitizer", "consan", "--device", "cpu"]
+    assert execute("fuzz", [*words, "--examples", "8", "--largest", "20"]) == 3
+    out, err = capsys.readouterr()
+    assert f"transpose asserting: sanitizer: {FOUND}; jetfire-fuzz --reproduce transpose-" in out
+    assert " --sanitizer consan" in out
+    alone = "--sanitizer consan: sees kernels in Triton or Gluon alone; skipped: transpose torch"
+    assert alone in err
+    assert execute("fuzz", ["gemm", "--kernel", "wgmma", "--sanitizer", "consan"]) == 2
+    said = "--sanitizer consan: expected kernels in Triton or Gluon alone, not gemm wgmma"
+    assert said in capsys.readouterr().err
+
+
+def test_what_consan_sets(asserting, monkeypatch, tmp_path):
+    """And a Triton without it is told of in a line, as a compute-sanitizer that is missing."""
+    monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
+    gpu = target_device((9, 0))
+    assert command._tool("consan", gpu) == "consan"
+    assert under_consan()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "consan")
+    gemm = registry.get_kernel("gemm", "gluon")
+    legal = [
+        block
+        for block in (32, 64, 128)
+        for problem in [registry.get("gemm").Problem(256, 256, 256, block=block)]
+        if gemm.legal(problem, gemm.default(problem, gpu), gpu) is None
+    ]
+    assert legal == [128]
+    monkeypatch.setattr("triton._C.libtriton.passes", SimpleNamespace(ttgpuir=None))
+    with pytest.raises(NoDeviceError, match=r"^--sanitizer consan: Triton [0-9.]+ has none$"):
+        command._tool("consan", gpu)
+    with pytest.raises(NoDeviceError, match="--sanitizer consan: needs a CUDA device"):
+        command._tool("consan", CPU)

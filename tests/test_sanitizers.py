@@ -1,6 +1,9 @@
-"""compute-sanitizer says nothing of our kernels, and something of planted faults."""
+"""Sanitizers say nothing of our kernels, and something of planted faults."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,13 @@ from jetfire.core import loaded, registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import NoDeviceError
 from jetfire.core.machine_code import audit
+from jetfire.core.sanitizer import INSTRUMENTATION
 from jetfire.fuzz import draw, sanitize
 from jetfire.tests.mutants.build import Edit, Mutant, build
 from jetfire.tests.mutants.planted import ON_A_GPU
 
+HERE = Path(__file__).parent
+BARRIERS = HERE / "faults" / "barriers.py"
 SOURCE, BLOCKS = "kernels_cuda/gemm/wgmma.cu", "kernels_cuda/block_gemm.cuh"
 SHARED = "kernels_cuda/hopper.cuh"
 # All 32 lanes of a warp arrive at a slot's barriers, where one does so for all.
@@ -57,29 +63,34 @@ def every_lane_arrives(*edits):
 @pytest.fixture
 def fuzz(tmp_path, monkeypatch, unload):
     """Runs the command and gives the exit code and the pairs of its summary."""
-    try:
-        sanitize.find()
-    except NoDeviceError as missing:
-        pytest.skip(str(missing))
+    for name in (INSTRUMENTATION, "TRITON_CACHE_DIR"):  # which consan sets, here to be undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "failures"))
     monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)
 
-    def fuzz(*words):
+    def fuzz(*words, tool):
+        try:
+            if tool != "consan":
+                sanitize.find()
+        except NoDeviceError as missing:
+            pytest.skip(str(missing))
         file = tmp_path / "summary.json"
-        code = execute("fuzz", [*words, "-o", str(file)])
+        code = execute("fuzz", [*words, "--sanitizer", tool, "-o", str(file)])
         return code, json.loads(file.read_text())["pairs"]
 
     return fuzz
 
 
-def for_a_gpu():
-    """Op and kernel, by name, of all that take a problem on the GPU that is here."""
+def for_a_gpu(tool):
+    """Op and kernel, by name, of all that take a problem on the GPU that is here, for a tool."""
     device = Device.parse("cuda")
     return {
         (name, kernel.name)
         for name in registry.names()
         for kernel in registry.kernels(name).values()
         if draw.usual(registry.get(name), kernel, device)
+        and (tool != "consan" or kernel.backend == "triton")
     }
 
 
@@ -87,16 +98,14 @@ def for_a_gpu():
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_every_kernel_is_clean(tool, fuzz):
     """And each has run: the third example may be of an empty tensor, which no kernel sees."""
-    code, pairs = fuzz(
-        "all", "--sanitizer", tool, "--examples", "3", "--jobs", "8", "--budget", "1h"
-    )
+    code, pairs = fuzz("all", "--examples", "3", "--jobs", "8", "--budget", "1h", tool=tool)
     assert [failure for pair in pairs for failure in pair["failures"]] == []
     assert code == 0
     ran = {
         (pair["op"], pair["kernel"]): pair["examples"] - pair["coverage"].get("skipped", 0)
         for pair in pairs
     }
-    assert {pair: ran[pair] for pair in for_a_gpu() if ran[pair] < 2} == {}
+    assert {pair: ran[pair] for pair in for_a_gpu(tool) if ran[pair] < 2} == {}
 
 
 @pytest.mark.gpu
@@ -107,11 +116,48 @@ def test_every_kernel_is_clean(tool, fuzz):
 def test_a_planted_fault_is_found(name, tool, fuzz, tmp_path):
     (mutant,) = (mutant for mutant in ON_A_GPU if mutant.name == name)
     file = str(build(mutant, tmp_path))
-    code, (pair,) = fuzz(
-        mutant.op, "--kernel", name, "--load", file, "--sanitizer", tool, "--jobs", "1"
-    )
+    words = ["--kernel", name, "--load", file, "--jobs", "1"]
+    code, (pair,) = fuzz(mutant.op, *words, tool=tool)
     assert code == 3
     assert pair["failures"][0]["kind"] == "sanitizer"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "code"), [("waits", 0), ("hurries", 3)])
+def test_a_barrier_that_nobody_waits_for_is_found(kernel, code, fuzz):
+    if Device.parse("cuda").capability < (9, 0):
+        pytest.skip("needs sm_90 or newer")
+    words = ["--kernel", kernel, "--load", str(BARRIERS), "--jobs", "1", "--examples", "12"]
+    found, (pair,) = fuzz("dequantize", *words, tool="consan")
+    assert found == code
+    assert {failure["kind"] for failure in pair["failures"]} == ({"sanitizer"} if code else set())
+    for failure in pair["failures"]:
+        assert "Buffer being accessed has outstanding" in failure["message"]
+        assert f" at {BARRIERS}:" in failure["message"]
+
+
+def test_consan_is_in_what_gluon_kernels_are_compiled_to():
+    """For sm_90, of every one that has something in shared memory, and of none other."""
+    names = [f"{op}/gluon" for op in registry.names() if "gluon" in registry.kernel_names(op)]
+    names += ["dequantize/waits", "dequantize/hurries"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {INSTRUMENTATION: "consan", "JETFIRE_LOAD": str(BARRIERS)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "processes" / "instrumented.py"), *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {launch["kernel"] for launch in launches} == set(names)
+    seen = [launch for launch in launches if launch["calls"]]
+    assert seen == [launch for launch in launches if launch["buffers"]]
+    assert {launch["kernel"] for launch in seen} == {"gemm/gluon", *names[-2:]}
+    for launch in seen:
+        assert launch["asserts"] >= 10
+        assert any("has outstanding writes" in text for text in launch["says"])
+        assert not any("overflow detected" in text for text in launch["says"])
 
 
 @pytest.mark.gpu
@@ -119,9 +165,7 @@ def test_racecheck_follows_arrivals_of_every_lane(fuzz, tmp_path):
     """What it says of the Hopper GEMM is that of a warp's 32 lanes one arrives for all."""
     mutant = every_lane_arrives(*EVERY_LANE)
     file = str(build(mutant, tmp_path))
-    code, (pair,) = fuzz(
-        "gemm", "--kernel", mutant.name, "--load", file, "--sanitizer", "racecheck"
-    )
+    code, (pair,) = fuzz("gemm", "--kernel", mutant.name, "--load", file, tool="racecheck")
     assert (code, pair["failures"]) == (0, [])
     assert pair["examples"] >= 20
 

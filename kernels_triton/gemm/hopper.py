@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
+from jetfire.core.sanitizer import under_consan
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.gemm.mainloop import gemm_kernel
 from jetfire.kernels_triton.gemm.portable import TritonGemm
@@ -81,6 +82,10 @@ class GluonGemm(TritonKernel):
         if problem.out == "int8" and problem.block == 128 and config.chunk != 128:
             # With chunks of 64, codes in blocks of 32 and 64 take 27 to 183 local loads and stores.
             return f"chunk={config.chunk}: expected 128 to requantise after blocks of 128"
+        if under_consan() and (problem.block, config.stages) != (128, 2):
+            # Half a minute to compile (Triton 3.6). With more barriers and scales it takes longer:
+            # the default for blocks of 32 over ten minutes, and 12 GB.
+            return "under consan: expected block=128 stages=2"
         if (needed := shared_bytes(problem, config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
         if ceil_div(problem.m, TILE_M) * ceil_div(problem.n, TILE_N) >= 2**31:
@@ -88,12 +93,13 @@ class GluonGemm(TritonKernel):
         return None
 
     def default(self, problem: Any, device: Device) -> HopperConfig:
+        stages = 2 if under_consan() else 4
         if problem.out_block != problem.block:
             # At most 26 local loads and stores a tile, none among the products; up to 99 where
             # codes are both biased and rounded stochastically.
-            return HopperConfig(chunk=128, registers=240)
+            return HopperConfig(chunk=128, stages=stages, registers=240)
         if problem.block == 128:
-            return HopperConfig(chunk=128, registers=232)
+            return HopperConfig(chunk=128, stages=stages, registers=232)
         # With bf16 and fp32 outputs, blocks of 32 spill at 232 and those of 64 at 240.
         return HopperConfig(registers=240 if problem.block == 32 else 232)
 
