@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
     from jetfire.nn.llama import Int8LlamaBlock
     from jetfire.nn.loss import linear_cross_entropy
+    from jetfire.nn.made import weights_changed
     from jetfire.nn.optimizer import AdamW, replaying
-    from jetfire.nn.products import weights_changed
     from jetfire.nn.recipes import RECIPES, Int4, Recipe
     from jetfire.nn.sharding import gather_codes
     from jetfire.nn.watching import CodesQuality, Watched, watch
@@ -55,7 +55,7 @@ _MODULES = {
     "replaying": "optimizer",
     "tied_embedding": "embedding",
     "watch": "watching",
-    "weights_changed": "products",
+    "weights_changed": "made",
 }
 __all__ = [
     "RECIPES",

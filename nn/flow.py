@@ -26,9 +26,9 @@ from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized, ceil_div
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
     Handoff,
-    MadeOfWeight,
     alone,
     flat,
     kept_input,

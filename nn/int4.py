@@ -25,9 +25,9 @@ from jetfire.core.errors import UsageError
 from jetfire.core.problem import FloatName
 from jetfire.core.tensors import Quantized4
 from jetfire.nn.linear import checked_conv1d, rows
+from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
     FLOATS,
-    MadeOfWeight,
     Placed,
     backward_may_follow,
     checked_weight,

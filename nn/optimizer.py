@@ -23,7 +23,8 @@ from jetfire.core.problem import Block, Rounding
 from jetfire.core.tensors import Quantized
 from jetfire.nn import moments
 from jetfire.nn.linear import quantised_weights
-from jetfire.nn.products import QuantisedWeight, stamp, weights_changed
+from jetfire.nn.made import stamp, weights_changed
+from jetfire.nn.products import QuantisedWeight
 from jetfire.nn.streams import branches
 from jetfire.ops import int8_adamw, int8_adamw8
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
@@ -19,6 +16,7 @@ from jetfire.core.fused import composed
 from jetfire.core.problem import Block, FloatName, Layout
 from jetfire.core.tensors import Quantized, blocks_of, ceil_div
 from jetfire.nn.gathered import GatheredWeight
+from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.recipes import Kept
 from jetfire.ops import (
     int4_pack,
@@ -29,7 +27,6 @@ from jetfire.ops import (
     int8_transpose,
 )
 
-Made = TypeVar("Made")
 # Where a module's parameters are to be, as torch's own modules take it.
 Placed = torch.device | str | int | None
 _BLOCKS: tuple[Block, ...] = get_args(Block)
@@ -221,80 +218,6 @@ class Handoff:
         return codes
 
 
-def stamp(weight: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when torch sees a weight change."""
-    return weight._version, weight.data_ptr()
-
-
-class MadeOfWeight(Generic[Made]):
-    """What is made of a weight as it is, once per optimizer step.
-
-    It is a tuple of tensors, or of such tuples. A CUDA stream that is not the one where it was made
-    waits for that one before it reads it.
-    """
-
-    def __init__(self) -> None:
-        self._weight: weakref.ref[torch.Tensor] | None = None
-        self._key: tuple[tuple[int, int], Hashable, int] | None = None
-        self._made: Made | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def found(
-        self, weight: torch.Tensor, key: Hashable, make: Callable[[], Made], *beside: torch.Tensor
-    ) -> Made:
-        """Return what `make` gave for this weight and key since the last step, or gives now.
-
-        What `torch.compile` traces is made anew each time: a version cannot be a constant.
-
-        Args:
-            beside: other tensors that it is made of.
-        """
-        if torch.compiler.is_compiling() or weight.is_inference():  # which has no version
-            return make()
-        if beside:
-            key = (key, *map(stamp, beside))
-        # A dead weight's id and memory may be another's by now: its weak reference is not.
-        known = self._weight is not None and self._weight() is weight
-        if self._made is None or not known or (stamp(weight), key, _steps) != self._key:
-            with torch.inference_mode(False):  # or backward could not save it
-                made = make()
-            self._keep(weight, key, made, stamp(weight))
-        assert self._made is not None
-        if self._stream is not None:
-            _wait_for(self._stream, self._made)
-        return self._made
-
-    @property
-    def latest(self) -> Made | None:
-        """What was made last, which may no longer be of the weight as it is."""
-        return self._made
-
-    def _keep(self, weight: torch.Tensor, key: Hashable, made: Made, of: tuple[int, int]) -> None:
-        self._made, self._weight, self._key = made, weakref.ref(weight), (of, key, _steps)
-        self._stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-
-    def __deepcopy__(self, memo: object) -> MadeOfWeight[Made]:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()
-
-
-def _wait_for(stream: torch.cuda.Stream, made: object) -> None:
-    """Have the current stream wait for another, and its memory wait for the current one.
-
-    Not while a CUDA graph is captured, which may not wait for what lies outside: `torch.cuda.graph`
-    waits for the whole device before it begins.
-    """
-    current = torch.cuda.current_stream(stream.device)
-    if current == stream or torch.cuda.is_current_stream_capturing():
-        return
-    current.wait_stream(stream)
-    for tensor in tree_leaves(made):
-        if isinstance(tensor, torch.Tensor):
-            tensor.record_stream(current)
-
-
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether it is a DTensor, by its name: its own module takes 0.8 s to import.
 
@@ -396,21 +319,3 @@ class Int8Weights(ABC):
     @abstractmethod
     def int8_weights(self) -> Iterable[tuple[torch.Tensor, QuantisedWeight, Block]]:
         """Return each weight with its codes and the side of their blocks."""
-
-
-# FSDP2 gathers a weight under an unchanged version, and a CUDA graph changes it under one: what
-# tells is that an optimizer has stepped.
-_steps = 0
-
-
-def weights_changed(*_: object) -> None:
-    """Have every weight quantised anew: call it where they change and no optimizer's step ran.
-
-    Changes that torch sees (in-place operations, a loaded state dict, another tensor as the
-    weight's `data`) need no call; those in place through `weight.data` do.
-    """
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(weights_changed)

@@ -17,9 +17,9 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import products
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
+from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
     Int8Weights,
-    MadeOfWeight,
     QuantisedWeight,
     is_dtensor,
     quantised_weight,
