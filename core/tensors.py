@@ -43,6 +43,14 @@ class Quantized(NamedTuple):
         return cls(first, second, third, fourth, block)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """The sizes m and n, of the codes that there are."""
+        if self.q is not None:
+            return self.q.shape[0], self.q.shape[1]
+        assert self.qt is not None
+        return self.qt.shape[1], self.qt.shape[0]
+
+    @property
     def t(self) -> Quantized:
         """The transpose (n×m), of the same tensors."""
         return Quantized(self.qt, self.scale_t, self.q, self.scale, self.block)

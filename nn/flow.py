@@ -34,6 +34,7 @@ from jetfire.nn.products import (
     kept_input,
     keys_for_backward,
     layout_kept,
+    one_way,
     quantised_gradient,
     quantised_stacked,
     restored_input,
@@ -154,10 +155,10 @@ class Product(NamedTuple):
 Counts = tuple[int, tuple[tuple[int, int, Kept], ...]]
 
 
-def _flattened(norm: Sequence[Tensor], *products: Product) -> tuple[Counts, list[Tensor]]:
+def _flattened(norm: Sequence[Tensor], *products: Product) -> tuple[Counts, list[Tensor | None]]:
     """Return a half's parameters and codes one after another: autograd looks into no tuple."""
     counts = tuple((len(p.weights), len(p.biases), p.kept) for p in products)
-    parts = (t for p in products for t in (*p.weights, *p.biases, *p.codes.tensors))
+    parts = (t for p in products for t in (*p.weights, *p.biases, *p.codes[:4]))
     return (len(norm), counts), [*norm, *parts]
 
 
@@ -174,7 +175,7 @@ def _parts(
         Product(
             tuple(islice(rest, weights)),
             tuple(islice(rest, biases)),
-            Quantized.of(list(islice(rest, 4)), "both", block),
+            Quantized._make([*islice(rest, 4), block]),
             kept,
         )
         for weights, biases, kept in counts[1]
@@ -215,7 +216,8 @@ class _Enter(torch.autograd.Function):
         kept = kept_input(h, product.kept, _key(seeds, 0))
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = product.weights
-        ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept, *flat(s, product.codes.t))
+        kept += [*flat(s), *one_way(product.codes.t)]
+        ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept)
         return x.view_as(x), *y.split(widths, dim=1)
 
     @staticmethod
@@ -224,7 +226,7 @@ class _Enter(torch.autograd.Function):
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
         setting, handoff = ctx.setting, ctx.handoff
         block, flow = setting.block, setting.flow
-        h, (s,), (wt,) = codes[:3], unflat(codes[3:5], flow), unflat(codes[5:], block)
+        h, (s,), wt = codes[:3], unflat(codes[3:5], flow), Quantized._make([*codes[5:], block])
         dx, *parts = grads
         g = _side_by_side(parts, block, seeds[0:1])
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
@@ -283,7 +285,9 @@ class _Leave(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = [product.weights for product in products]
-        kept += flat(s, f, *(product.codes.t for product in products))
+        kept += flat(s, f)
+        for product in products:
+            kept += one_way(product.codes.t)
         ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept)
         return out, *copy.tensors, *statistics
 
@@ -303,7 +307,7 @@ class _Leave(torch.autograd.Function):
         # Read once: a checkpoint gives them away.
         seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
         a, h, (s, f) = codes[:3], codes[3:6], unflat(codes[6:10], flow)
-        w0t, w1t, w2t = unflat(codes[10:], block)
+        w0t, w1t, w2t = (Quantized._make([*codes[i : i + 4], block]) for i in (10, 14, 18))
         del codes
 
         def seed(index: int) -> Tensor:

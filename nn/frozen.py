@@ -11,62 +11,10 @@ from torch.utils._pytree import tree_map_only
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.fused import Fused
-from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
-from jetfire.nn.linear import rows, wide
-from jetfire.nn.products import (
-    FLOATS,
-    checked_block,
-    checked_weight,
-    keys_for_backward,
-    quantised_gradient,
-    quantised_weight,
-    times_weight,
-)
-from jetfire.ops import (
-    int8_column_sum,
-    int8_dequantize,
-    int8_quantize,
-    int8_transpose,
-)
-
-
-def _forward(
-    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block: Block
-) -> list[torch.Tensor]:
-    """Return y = x·Wᵀ + b. Nothing of x is kept, as W has no gradient."""
-    a, w = int8_quantize(x, block=block), Quantized(q, scale, block=block)
-    return [times_weight(a, w, out=FLOATS[x.dtype], bias=bias)]
-
-
-def _backward(
-    g: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    seed: torch.Tensor,
-    block: Block,
-    of_x: bool,
-    of_bias: bool,
-) -> list[torch.Tensor]:
-    """Return the gradients that are wanted."""
-    codes = quantised_gradient(g, block, seed, "both" if of_bias else "q")
-    found = []
-    if of_x:
-        wt = int8_transpose(Quantized(q, scale, block=block))
-        found.append(times_weight(codes, wt, out=FLOATS[g.dtype]))
-    if of_bias:
-        found.append(int8_column_sum(codes))
-    return found
-
-
-_frozen = Fused(
-    "frozen_linear(Tensor x, Tensor q, Tensor scale, Tensor? bias, int block) -> Tensor[]",
-    _forward,
-    "frozen_linear_backward(Tensor g, Tensor q, Tensor scale, Tensor seed, int block, bool of_x,"
-    " bool of_bias) -> Tensor[]",
-    _backward,
-)
+from jetfire.nn.linear import applied
+from jetfire.nn.products import FLOATS, checked_block, checked_weight, quantised_weight
+from jetfire.ops import int8_dequantize
 
 
 class FrozenInt8Linear(nn.Linear):
@@ -133,12 +81,8 @@ class FrozenInt8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
-        x = rows(input, self.in_features)
-        seed = keys_for_backward(1, x.device, self.training)
-        codes, bias = (self.codes, self.scale), self.bias
-        tensors = (x, *codes, None if bias is None else wide(bias))
-        y = _frozen((x, bias), tensors, (*codes, seed), (self.block,))
-        return y.reshape(*input.shape[:-1], self.out_features)
+        codes = Quantized(self.codes, self.scale, block=self.block)
+        return applied(input, None, self.bias, codes, self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply as any module; a change of dtype is `weight`'s, and not the scales'."""

@@ -1,7 +1,7 @@
 """A linear layer whose three products run in per-block INT8 (Jetfire, arXiv 2403.12422, section 4).
 
-What backward needs of the input and the weight is kept as INT8 codes, already transposed; of the
-input also in 4 bits, as asked.
+What backward needs of the input and the weight is kept as INT8 codes, already transposed, but for
+those of a weight whose transpose nobody keeps; of the input also in 4 bits, as asked.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jetfire.nn.products import (
     kept_input,
     keys_for_backward,
     layout_kept,
+    one_way,
     own_part,
     quantised_gradient,
     restored_input,
@@ -39,8 +40,10 @@ from jetfire.ops import int8_column_sum, int8_fallback_gemm, int8_gemm, int8_qua
 
 def _forward(
     x: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
+    w: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    wt: torch.Tensor | None,
+    wt_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     seed: torch.Tensor | None,
     block: Block,
@@ -50,7 +53,8 @@ def _forward(
 ) -> list[torch.Tensor]:
     """Return y = x·Wᵀ + b, and what backward keeps of x where the weight learns."""
     a = int8_quantize(x, block=block, layout=layout_kept(kept) if learns else "q")
-    y = times_weight(a, Quantized(q, scale, block=block), out=FLOATS[x.dtype], bias=bias)
+    weight = Quantized(w, w_scale, wt, wt_scale, block)
+    y = times_weight(a, weight, out=FLOATS[x.dtype], bias=bias)
     made = kept_input(a, kept, seed) if learns else []
     return [y, *(part for part in made if part is not None)]
 
@@ -61,24 +65,27 @@ def _fallback_forward(
     a_scale: torch.Tensor,
     r: torch.Tensor,
     r_scale: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
+    w: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    wt: torch.Tensor | None,
+    wt_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     block: Block,
     *_: Any,
 ) -> list[torch.Tensor]:
     """Return y = x·Wᵀ + b of the two planes of the codes of x."""
-    codes, missed, weight = (
-        Quantized(*part, block=block) for part in ((a, a_scale), (r, r_scale), (q, scale))
-    )
+    codes, missed = (Quantized(*part, block=block) for part in ((a, a_scale), (r, r_scale)))
+    weight = Quantized(w, w_scale, wt, wt_scale, block)
     return [times_weight(codes, weight, missed, out=FLOATS[x.dtype], bias=bias)]
 
 
 def _backward(
     g: torch.Tensor,
     seed: torch.Tensor,
-    wt: torch.Tensor,
-    wt_scale: torch.Tensor,
+    wt: torch.Tensor | None,
+    wt_scale: torch.Tensor | None,
+    w: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
     at: torch.Tensor | None,
     at_scale: torch.Tensor | None,
     at_steps: torch.Tensor | None,
@@ -92,7 +99,7 @@ def _backward(
     of_bias: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients that are wanted."""
-    weight = Quantized(wt, wt_scale, block=block)
+    weight = Quantized(wt, wt_scale, w, w_scale, block)
 
     def of_the_weight(gt: Quantized) -> torch.Tensor:
         a = restored_input((at, at_scale, at_steps), weight, seed)
@@ -105,8 +112,10 @@ def _backward(
 def _fallback_backward(
     g: torch.Tensor,
     seed: torch.Tensor,
-    wt: torch.Tensor,
-    wt_scale: torch.Tensor,
+    wt: torch.Tensor | None,
+    wt_scale: torch.Tensor | None,
+    w: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
     at: torch.Tensor | None,
     at_scale: torch.Tensor | None,
     rt: torch.Tensor | None,
@@ -124,7 +133,7 @@ def _fallback_backward(
     def of_the_weight(gt: Quantized) -> torch.Tensor:
         return int8_fallback_gemm(a, r, gt, out=dtype, transpose=not transposed)
 
-    weight = Quantized(wt, wt_scale, block=block)
+    weight = Quantized(wt, wt_scale, w, w_scale, block)
     return _gradients(g, seed, weight, block, of_the_weight, of_x, of_weight, of_bias)
 
 
@@ -159,46 +168,54 @@ def _gradients(
 
 
 # The weight, of a `dtype`, is multiplied by as out×in; `transposed`: it is stored in×out, and so is
-# its gradient.
+# its gradient. There are codes of the weight or of its transpose.
 _linear = Fused(
-    "linear(Tensor x, Tensor q, Tensor scale, Tensor? bias, Tensor? seed, int block, int kept,"
-    " bool learns, bool transposed, str dtype) -> Tensor[]",
+    "linear(Tensor x, Tensor? w, Tensor? w_scale, Tensor? wt, Tensor? wt_scale, Tensor? bias,"
+    " Tensor? seed, int block, int kept, bool learns, bool transposed, str dtype) -> Tensor[]",
     _forward,
-    "linear_backward(Tensor g, Tensor seed, Tensor wt, Tensor wt_scale, Tensor? at, Tensor?"
-    " at_scale, Tensor? at_steps, int block, int kept, bool learns, bool transposed, str dtype,"
-    " bool of_x, bool of_weight, bool of_bias) -> Tensor[]",
+    "linear_backward(Tensor g, Tensor seed, Tensor? wt, Tensor? wt_scale, Tensor? w,"
+    " Tensor? w_scale, Tensor? at, Tensor? at_scale, Tensor? at_steps, int block, int kept,"
+    " bool learns, bool transposed, str dtype, bool of_x, bool of_weight, bool of_bias)"
+    " -> Tensor[]",
     _backward,
 )
 _fallback_linear = Fused(
-    "fallback_linear(Tensor x, Tensor a, Tensor a_scale, Tensor r, Tensor r_scale, Tensor q,"
-    " Tensor scale, Tensor? bias, int block, bool transposed, str dtype) -> Tensor[]",
+    "fallback_linear(Tensor x, Tensor a, Tensor a_scale, Tensor r, Tensor r_scale, Tensor? w,"
+    " Tensor? w_scale, Tensor? wt, Tensor? wt_scale, Tensor? bias, int block, bool transposed,"
+    " str dtype) -> Tensor[]",
     _fallback_forward,
-    "fallback_linear_backward(Tensor g, Tensor seed, Tensor wt, Tensor wt_scale, Tensor? at,"
-    " Tensor? at_scale, Tensor? rt, Tensor? rt_scale, int block, bool transposed, str dtype,"
-    " bool of_x, bool of_weight, bool of_bias) -> Tensor[]",
+    "fallback_linear_backward(Tensor g, Tensor seed, Tensor? wt, Tensor? wt_scale, Tensor? w,"
+    " Tensor? w_scale, Tensor? at, Tensor? at_scale, Tensor? rt, Tensor? rt_scale, int block,"
+    " bool transposed, str dtype, bool of_x, bool of_weight, bool of_bias) -> Tensor[]",
     _fallback_backward,
 )
 
 
-def _apply(
+def applied(
     input: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     codes: Quantized,
-    transposed: bool,
     training: bool,
-    fallback: Fallback | None,
-    kept: Kept,
+    transposed: bool = False,
+    fallback: Fallback | None = None,
+    kept: Kept = 8,
 ) -> torch.Tensor:
-    """Map (…, in features) to (…, out features), in the autocast dtype if there is one."""
-    assert codes.q is not None
-    outputs, inputs = codes.q.shape
+    """Map (…, in features) to (…, out features), in the autocast dtype if there is one.
+
+    Args:
+        weight: what the weight's gradient is of; None where it cannot learn.
+        codes: of the weight, out×in, of its transpose, or both.
+        transposed: whether the weight is stored in×out.
+    """
+    outputs, inputs = codes.shape
     x = rows(input, inputs)
     seed = keys_for_backward(1, x.device, training)
-    learns = weight.requires_grad and torch.is_grad_enabled()
+    learns = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     leaves = x, weight, bias
-    factors = codes.q, codes.scale, None if bias is None else wide(bias)
-    saved, dtype = (seed, codes.qt, codes.scale_t), FLOATS[weight.dtype]
+    factors = *one_way(codes), None if bias is None else wide(bias)
+    saved = seed, *one_way(codes.t)
+    dtype = "fp32" if weight is None else FLOATS[weight.dtype]
     if fallback is None:
         constants = codes.block, kept, learns, transposed, dtype
         packing = seed if kept == 4 else None
@@ -272,7 +289,8 @@ class Int8Linear(nn.Linear, Int8Weights):
         bias: torch.Tensor | None,
         codes: Quantized,
     ) -> torch.Tensor:
-        return _apply(input, weight, bias, codes, False, self.training, self.fallback, self.kept)
+        given = input, weight, bias, codes, self.training
+        return applied(*given, False, self.fallback, self.kept)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_precision(self)}"
@@ -309,8 +327,8 @@ class Int8Conv1D(nn.Module, Int8Weights):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
-        given = input, self.weight, self.bias, self.codes(), True
-        return _apply(*given, self.training, self.fallback, self.kept)
+        given = input, self.weight, self.bias, self.codes(), self.training
+        return applied(*given, True, self.fallback, self.kept)
 
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
         """Return the weight with its codes and block."""

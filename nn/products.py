@@ -13,7 +13,7 @@ import torch
 from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
 from jetfire.core.fused import composed
-from jetfire.core.problem import Block, FloatName, Layout
+from jetfire.core.problem import Block, FloatName, Layout, Rounding
 from jetfire.core.tensors import Quantized, blocks_of, ceil_div
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.made import MadeOfWeight
@@ -139,8 +139,17 @@ def restored_input(
     codes, scale, steps = kept
     if codes is None or scale is None or steps is None:
         return Quantized(codes, scale, block=weight.block)
-    assert weight.q is not None
-    return int4_unpack(codes, steps, scale, seed, n=len(weight.q), block=weight.block)
+    return int4_unpack(codes, steps, scale, seed, n=weight.shape[0], block=weight.block)
+
+
+def one_way(weight: Quantized) -> list[torch.Tensor | None]:
+    """Return the four parts of a weight's codes, of which those of the transpose are None.
+
+    Where there are codes of the transpose alone, they are these.
+    """
+    if weight.q is None:
+        return list(weight[:4])
+    return [weight.q, weight.scale, None, None]
 
 
 # What sees the operands of every product with a layer's weight, or with its transpose: an input or
@@ -154,13 +163,65 @@ def times_weight(
     """Return `int8_gemm` of the codes of an input or a gradient and of a layer's weight.
 
     Args:
+        weight: its codes; its transpose is made where there is that alone.
         missed: the second plane of x's codes, for `int8_fallback_gemm`.
     """
+    if weight.q is None:
+        if missed is None:
+            return _times_transpose(x, weight.t, **options)
+        weight = int8_transpose(weight.t)
     for see in watchers:
         see(x, missed, weight)
     if missed is not None:
         return int8_fallback_gemm(x, missed, weight, **options)
     return int8_gemm(x, weight, **options)
+
+
+def _times_transpose(
+    x: Quantized,
+    weight: Quantized,
+    *,
+    out: str,
+    bias: torch.Tensor | None = None,
+    rounding: Rounding = "nearest",
+    seed: torch.Tensor | None = None,
+    out_block: Block | None = None,
+) -> Any:
+    """Return `int8_gemm` of x and of a weight's transpose, of which there are no codes."""
+    block = weight.block
+    options = bias, seed, block, out, rounding, out_block
+    found = _transpose_and_multiply(*x[:2], *weight[:2], *options)
+    return Quantized.of(found, "q", out_block or block) if out == "int8" else found[0]
+
+
+def _transposed_and_multiplied(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    block: Block,
+    out: str,
+    rounding: Rounding,
+    out_block: Block | None,
+) -> list[torch.Tensor]:
+    codes, wt = (
+        Quantized(x, x_scale, block=block),
+        int8_transpose(Quantized(w, w_scale, block=block)),
+    )
+    more: dict[str, Any] = {"rounding": rounding, "seed": seed, "out_block": out_block}
+    found = int8_gemm(codes, wt, out=out, bias=bias, **more)
+    return list(found.tensors) if out == "int8" else [found]
+
+
+# One operator: a transpose by itself needs no gradient, and torch.compile's partitioner has forward
+# make it and keep it until backward, a byte per weight of all layers.
+_transpose_and_multiply = composed(
+    "times_transpose(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
+    " Tensor? seed, int block, str out, str rounding, int? out_block) -> Tensor[]",
+    _transposed_and_multiplied,
+)
 
 
 def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from jetfire.core import fused, replay
 from jetfire.core.replay import build
 from jetfire.nn import FrozenInt8Linear, Int8Conv1D, Int8Linear
-from jetfire.nn import frozen as nn_frozen
 from jetfire.nn import linear as nn_linear
 from jetfire.ops import int8_quantize
 
@@ -235,9 +234,8 @@ def test_both_halves_are_operators_that_torch_can_trace(in_cpp, monkeypatch, mak
 
         return call
 
-    layer = make()
-    for pair in (nn_linear._linear, nn_frozen._frozen):
-        monkeypatch.setattr(pair, "_pair", noting(pair._names, pair._saved))
+    layer, pair = make(), nn_linear._linear
+    monkeypatch.setattr(pair, "_pair", noting(pair._names, pair._saved))
     y = layer(torch.randn(8, 40, requires_grad=True))
     ((names, tensors, kept, constants),) = called
     tests = ("test_schema", "test_faketensor")
@@ -245,7 +243,7 @@ def test_both_halves_are_operators_that_torch_can_trace(in_cpp, monkeypatch, mak
     plain = [None if x is None else x.detach() for x in tensors]
     torch.library.opcheck(forward, (*plain, *constants), test_utils=tests)
     _, *made = forward(*plain, *constants)
-    wanted = [True] * (2 if make is frozen else 3)
+    wanted = [True, make is not frozen, True]
     given = torch.randn_like(y), *kept, *made
     rest = *constants, *wanted
     left = [None] * (len(backward._schema.arguments) - len(given) - len(rest))  # not made
