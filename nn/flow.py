@@ -136,7 +136,8 @@ class Product(NamedTuple):
 
     Attributes:
         weights, biases: of each; no biases where they have none.
-        codes: of the weights, out×in, under one another, with the transpose.
+        codes: of the weights, out×in, under one another; with the transpose, but where they are
+            gathered.
         kept: bits of what backward keeps of the input, as in `Int8Linear`.
     """
 
@@ -438,11 +439,18 @@ def _beside(parts: Sequence[Quantized]) -> Quantized:
 
 
 def joined(parts: Sequence[Quantized]) -> Quantized:
-    """Return matrices of whole blocks under one another, with their transposes side by side."""
+    """Return matrices of whole blocks under one another.
+
+    Their transposes are side by side, where all have one; else there is none.
+    """
     if len(parts) == 1:
         return parts[0]
     q, scale = (torch.cat(of) for of in zip(*(part.tensors[:2] for part in parts), strict=True))
-    return Quantized(q, scale, *_beside([alone(part.t) for part in parts])[:2], parts[0].block)
+    under = Quantized(q, scale, block=parts[0].block)
+    if any(part.qt is None for part in parts):
+        return under
+    beside = _beside([alone(part.t) for part in parts])
+    return under._replace(qt=beside.q, scale_t=beside.scale)
 
 
 def _side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:

@@ -1,7 +1,8 @@
 """A weight that FSDP2 gathers as INT8 codes and scales: a quarter of fp32's bytes.
 
-Each process quantises the rows that it holds, all gather the codes, and each transposes them. What
-a parameter must have for that is public: `fsdp_pre_all_gather`, which gives what is sent, and
+Each process quantises the rows that it holds, and all gather the codes: those of the weight as it
+is stored. A product that reads the transpose makes it. What a parameter must have for that is
+public: `fsdp_pre_all_gather`, which gives what is sent, and
 `fsdp_post_all_gather`, which makes the module's weight of what came.
 """
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized, float_name
-from jetfire.ops import int8_dequantize, int8_quantize, int8_transpose
+from jetfire.ops import int8_dequantize, int8_quantize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,14 +100,17 @@ class CodedShard(torch.Tensor):
         Raises:
             UsageError: processes do not hold the weight in whole rows of blocks, or one holds all.
         """
-        shards, rows = mesh.size(), self.shape[0]
-        whole = outer_size == (shards * rows, self.shape[1]) and rows % self.block == 0
-        if shards == 1 or not whole:
-            raise UsageError(
-                f"a weight of {outer_size[0]}×{outer_size[1]}, {rows}×{self.shape[1]} of it in one "
-                f"of {shards} processes: expected the shards that gather_codes was told of"
-            )
+        self._check(mesh.size(), outer_size)
         return int8_quantize(self.plain(), block=self.block).tensors, None
+
+    def _check(self, shards: int, whole: torch.Size) -> None:
+        """Look at how many shards of these rows make the whole weight."""
+        rows, columns = self.shape
+        if shards == 1 or whole != (shards * rows, columns) or rows % self.block:
+            raise UsageError(
+                f"a weight of {whole[0]}×{whole[1]}, {rows}×{columns} of it in one of {shards} "
+                "processes: expected the shards that gather_codes was told of"
+            )
 
     def fsdp_post_all_gather(
         self,
@@ -116,69 +120,47 @@ class CodedShard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None:
-        """Return the gathered weight and what of it FSDP2 frees besides the outputs.
+        """Return the gathered weight and what of it FSDP2 frees besides the outputs: nothing.
 
         Args:
             outputs: codes and scales of all rows, in memory that is the same every time.
             dtype: as which the weight presents itself.
-            out: the weight that was made of that memory before. Its transpose is made anew.
+            out: the weight that was made of that memory before, and is of what it holds now.
         """
-        if out is None:
-            codes = Quantized.of(outputs, "q", self.block)
-            transpose = int8_transpose(codes).tensors
-            both = Quantized.of((*outputs, *transpose), "both", self.block)
-            return GatheredWeight(both, dtype), transpose
-        with torch.no_grad():
-            weight: Any = out.to_local() if hasattr(out, "to_local") else out
-            weight.renew_transpose()
-        return None
+        if out is not None:
+            return None
+        return GatheredWeight(Quantized.of(outputs, "q", self.block), dtype), ()
 
 
 class GatheredWeight(torch.Tensor):
-    """An m×n weight of which there are codes alone, both ways, for as long as FSDP2 holds it.
+    """An m×n weight of which there are codes alone, for as long as FSDP2 holds it.
 
     An INT8 layer multiplies by the codes. What else reads it finds the numbers that they stand for,
     and nothing may write to it.
 
     Args:
-        codes: both ways.
+        codes: without the transpose.
         dtype: the float type of its numbers and of its gradient.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
-    qt: torch.Tensor
-    scale_t: torch.Tensor
     block: int
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, codes: Quantized, dtype: torch.dtype) -> GatheredWeight:
-        q, scale, qt, scale_t = codes.tensors
+        q, scale = codes.tensors
         weight: GatheredWeight = torch.Tensor._make_wrapper_subclass(
             cls, q.shape, dtype=dtype, device=q.device
         )
-        weight.q, weight.scale, weight.qt, weight.scale_t = q, scale, qt, scale_t
-        weight.block = codes.block
+        weight.q, weight.scale, weight.block = q, scale, codes.block
         return weight
 
     @property
     def codes(self) -> Quantized:
-        """The codes, both ways."""
-        return Quantized(self.q, self.scale, self.qt, self.scale_t, self.block)
-
-    def renew_transpose(self) -> None:
-        """Make the transpose of the codes as they are now, where it was.
-
-        Under an unchanged version, as FSDP2 itself gathers: backward finds in memory that was freed
-        meanwhile what forward had kept.
-        """
-        parts = self.qt, self.scale_t
-        made = int8_transpose(Quantized(self.q, self.scale, block=self.block)).tensors
-        versioned = tuple(part for part in parts if not part.is_inference())
-        with torch.autograd._unsafe_preserve_version_counter(versioned):
-            for part, new in zip(parts, made, strict=True):
-                part.copy_(new)
+        """The codes, without their transpose."""
+        return Quantized(self.q, self.scale, block=self.block)
 
     def floats(self) -> torch.Tensor:
         """Return codes times scales, m×n."""
@@ -198,13 +180,13 @@ class GatheredWeight(torch.Tensor):
         if func in _SAME and args[0]._is_of(*args[1:3]):
             weight = args[0]
             return cls(weight.codes, weight.dtype)
-        if _writes_gathered(func, args, kwargs or {}):
+        if _writes_to(cls, func, args, kwargs or {}):
             raise UsageError(f"{func}: expected a weight's shard, not what is gathered of it")
         args, kwargs = tree_map_only(cls, cls.floats, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
-        return ["q", "scale", "qt", "scale_t"], (self.block, self.dtype)
+        return ["q", "scale"], (self.block, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
@@ -214,10 +196,12 @@ class GatheredWeight(torch.Tensor):
         return cls(Quantized(**parts, block=block), dtype)
 
 
-def _writes_gathered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation writes to an argument that is a gathered weight."""
+def _writes_to(kind: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation writes to an argument of a kind."""
+    if not func._schema.is_mutable:
+        return False
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     leaves = tree_leaves([given.get(name) for name in written])
-    return any(isinstance(leaf, GatheredWeight) for leaf in leaves)
+    return any(isinstance(leaf, kind) for leaf in leaves)

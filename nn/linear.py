@@ -260,7 +260,10 @@ class Int8Linear(nn.Linear, Int8Weights):
         self._quantised = QuantisedWeight()
 
     def codes(self) -> Quantized:
-        """Return the weight's codes and their transpose, quantised once per optimizer step."""
+        """Return the weight's codes and their transpose, quantised once per optimizer step.
+
+        Of a weight that FSDP2 has gathered as codes there is no transpose.
+        """
         return self._quantised.of(self.weight, self.block)
 
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, Block]]:
@@ -322,7 +325,10 @@ class Int8Conv1D(nn.Module, Int8Weights):
         self._quantised = QuantisedWeight()
 
     def codes(self) -> Quantized:
-        """Return the codes of Wᵀ, out×in, and their transpose, made once per optimizer step."""
+        """Return the codes of Wᵀ, out×in, and their transpose, made once per optimizer step.
+
+        Of a weight that FSDP2 has gathered as codes there is the transpose alone.
+        """
         return self._quantised.of(self.weight, self.block).t
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

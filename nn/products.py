@@ -314,7 +314,7 @@ def checked_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 class QuantisedWeight(MadeOfWeight[Quantized]):
-    """A weight's INT8 codes, both ways."""
+    """A weight's INT8 codes, both ways; a gathered weight has those of its own way alone."""
 
     def of(self, weight: torch.Tensor, block: Block) -> Quantized:
         """Return the codes of the weight as it is now."""

@@ -1,7 +1,7 @@
 """What tests of fused blocks do with a small language model of `transformers`, on the CPU."""
 
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import default_partition, make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 TOKENS = 96
@@ -48,8 +48,11 @@ def near(ours, theirs, most):
         assert error(gradient, theirs[name]) < most, name
 
 
-def compiled(model, **options):
-    """Compile a model for a backend that keeps its graphs, forward and backward; return those."""
+def compiled(model, partition=default_partition, **options):
+    """Compile a model for a backend that keeps its graphs, forward and backward; return those.
+
+    A function parts the two from what was traced of both.
+    """
     graphs = []
 
     def compiler(graph, _):
@@ -57,7 +60,7 @@ def compiled(model, **options):
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    model.compile(backend=aot_autograd(fw_compiler=compiler), **options)
+    model.compile(backend=aot_autograd(fw_compiler=compiler, partition_fn=partition), **options)
     return graphs
 
 

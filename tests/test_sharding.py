@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.gpt2.model.gpt2 import GPT2, Shape
-from jetfire.nn import Int8Linear, convert, gather_codes, quantised_weights
+from jetfire.nn import Int8Conv1D, Int8Linear, convert, gather_codes, quantised_weights
 from jetfire.nn.gathered import CodedShard, GatheredWeight
 from jetfire.ops import int8_dequantize, int8_quantize
+from jetfire.tests.language_models import calls, compiled
 
 SCRIPT = Path(__file__).parent / "processes" / "sharding.py"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,35 +160,40 @@ def test_optimizers_train_it(how):
 # --- the two hooks ------------------------------------------------------------------------------
 
 
-def gathered(weight: torch.Tensor, shards: int = 2) -> tuple[CodedShard, tuple, GatheredWeight]:
-    """As FSDP2 asks for it: a shard, what was gathered, and the weight made of it."""
-    own = [CodedShard(rows, 32) for rows in weight.chunk(shards)]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def sent(shard: CodedShard, shards: int, whole: torch.Size) -> tuple[torch.Tensor, ...]:
     mesh: Any = SimpleNamespace(size=lambda: shards)
-    sent = [s.fsdp_pre_all_gather(mesh, weight.shape, weight.stride(), None, None)[0] for s in own]
-    outputs = tuple(map(torch.cat, zip(*sent, strict=True)))
+    return shard.fsdp_pre_all_gather(mesh, whole, (whole[1], 1), nn.Module(), BF16)[0]
+
+
+def gathered(weight: torch.Tensor) -> tuple[CodedShard, tuple, GatheredWeight]:
+    """As FSDP2 asks two processes for it: a shard, what was gathered, the weight made of it."""
+    own = [CodedShard(rows, 32) for rows in weight.chunk(2)]
+    parts = zip(*(sent(shard, 2, weight.shape) for shard in own), strict=True)
+    outputs = tuple(map(torch.cat, parts))
     found, inner = own[0].fsdp_post_all_gather(outputs, None, torch.bfloat16)
-    assert all(a is b for a, b in zip(inner, (found.qt, found.scale_t), strict=True))
+    assert inner == ()  # FSDP2 itself frees what was gathered, and there is nothing else
     return own[0], outputs, found
+
+
+def same_codes(found: GatheredWeight, weight: torch.Tensor) -> bool:
+    codes = zip(found.codes.tensors, int8_quantize(weight).tensors, strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in codes)
 
 
 def test_gathered_codes_are_those_of_the_whole_weight():
     torch.manual_seed(0)
     weight, other = torch.randn((128, 80)), torch.randn((128, 80))
     shard, outputs, found = gathered(weight)
-    assert (found.shape, found.dtype) == (weight.shape, torch.bfloat16)
-    for ours, theirs in zip(
-        found.codes.tensors, int8_quantize(weight, layout="both").tensors, strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    assert same_codes(found, weight)
     versions = [t._version for t in found.codes.tensors]
-    for output, new in zip(outputs, int8_quantize(other).tensors, strict=True):
+    for output, new in zip(outputs, gathered(other)[1], strict=True):
         with torch.autograd._unsafe_preserve_version_counter(output):
             output.copy_(new)
     assert shard.fsdp_post_all_gather(outputs, None, torch.bfloat16, out=found) is None
-    for ours, theirs in zip(
-        found.codes.tensors, int8_quantize(other, layout="both").tensors, strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    assert same_codes(found, other)
     assert [t._version for t in found.codes.tensors] == versions
 
 
@@ -212,11 +220,23 @@ def test_what_else_reads_a_gathered_weight_finds_its_numbers():
     assert torch.equal(average, numbers / 2)
 
 
-@pytest.mark.parametrize("kept", [8, 4])
-def test_layers_multiply_by_gathered_codes(kept):
+def layer_of(stored: str, inputs: int, outputs: int, **options: Any) -> nn.Module:
+    layer = Int8Linear(inputs, outputs, **options)
+    if stored == "out×in":
+        return layer
+    assert layer.bias is not None
+    return Int8Conv1D(nn.Parameter(layer.weight.detach().t().contiguous()), layer.bias, **options)
+
+
+STORED = pytest.mark.parametrize("stored", ["out×in", "in×out"])
+
+
+@pytest.mark.parametrize("options", [{}, {"kept": 4}, {"fallback": 0.2}], ids=str)
+@STORED
+def test_layers_multiply_by_gathered_codes(stored, options):
     """Compiled or not, as by those of the whole weight, and with its gradient."""
     torch.manual_seed(0)
-    layer, x = Int8Linear(64, 128, kept=kept), torch.randn((40, 64))
+    layer, x = layer_of(stored, 64, 128, **options), torch.randn((40, 64))
     other = copy.deepcopy(layer)
     other.weight = nn.Parameter(gathered(layer.weight.detach())[2])
     outputs, gradients = [], []
@@ -231,6 +251,38 @@ def test_layers_multiply_by_gathered_codes(kept):
     assert torch.equal(*gradients)
 
 
+class InTurn(nn.Module):
+    """Layers one after another, in one graph: of `nn.Sequential` each has its own."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@STORED
+def test_compiled_layers_keep_what_was_gathered_for_backward(stored):
+    """And no transpose, a byte per weight, which Inductor's partitioner would have forward make."""
+    layers = [layer_of(stored, 64, 128), layer_of(stored, 128, 64)]
+    for layer in layers:
+        layer.weight = nn.Parameter(gathered(layer.weight.detach())[2])
+    model = InTurn(layers)
+    graphs = compiled(model, partition=min_cut_rematerialization_partition, fullgraph=True)
+    # As it is of a module that FSDP2 shards: what it holds is not always there.
+    with torch._functorch.config.patch(treat_parameters_as_free_to_save=False):
+        model(torch.randn((32, 64), requires_grad=True)).sum().backward()
+    transposes = [len(calls([graph], "transpose")) for graph in graphs]
+    assert transposes == ([0, 2] if stored == "out×in" else [2, 0])
+    (output,) = graphs[0].graph.find_nodes(op="output")
+    kept = {node: node.meta["val"] for node in output.all_input_nodes}
+    weights = [n for n, v in kept.items() if v.dtype == torch.int8 and v.numel() == 64 * 128]
+    assert [node.op for node in weights] == ["placeholder"] * 2
+
+
 @pytest.mark.parametrize(
     ("rows", "shards", "size", "says"),
     [
@@ -240,9 +292,8 @@ def test_layers_multiply_by_gathered_codes(kept):
     ],
 )
 def test_other_shards_are_refused(rows, shards, size, says):
-    shard, mesh = CodedShard(torch.zeros((rows, 64)), 32), SimpleNamespace(size=lambda: shards)
     with pytest.raises(UsageError, match=says):
-        shard.fsdp_pre_all_gather(mesh, torch.Size(size), (size[1], 1), None, None)
+        sent(CodedShard(torch.zeros((rows, 64)), 32), shards, torch.Size(size))
 
 
 # --- two processes ------------------------------------------------------------------------------
@@ -338,6 +389,15 @@ def test_mixed_precision_casts_all_but_the_codes(outcomes):
         assert {t.dtype for t in outcome["bf16"]["gradients"].values()} == {torch.float32}
     for row, other in zip(losses(outcomes, "bf16-micros"), losses(outcomes, "micros"), strict=True):
         assert row == pytest.approx(other, rel=1e-2)
+
+
+def test_a_weight_is_transposed_by_the_product_that_reads_it_so(outcomes):
+    """One of three is stored in×out, and its product with the input does.
+
+    In backward the product with `down` does, and the input's gradient is not wanted of `up`.
+    """
+    for outcome in outcomes:
+        assert outcome["transposes"] == [1, 1]
 
 
 def test_divided_layers_are_not_watched(outcomes):

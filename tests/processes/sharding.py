@@ -4,6 +4,7 @@ Arguments: the rank; a folder for the store, checkpoints and outcomes.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,32 @@ def evaluation() -> None:
     }
 
 
+class Called(TorchDispatchMode):
+    """Counts calls of Jetfire's operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func.namespace == "jetfire":
+            self.counts[func._schema.name.removeprefix("jetfire::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def transposes() -> None:
+    """How many products transpose a weight in forward, and in backward."""
+    model = sharded(toy())
+    with Called() as forward:
+        loss = loss_of(model, RANK, 0)
+    with Called() as backward:
+        loss.backward()
+    OUTCOMES["transposes"] = [
+        sum(count for name, count in called.counts.items() if "transpose" in name)
+        for called in (forward, backward)
+    ]
+
+
 def watched() -> None:
     """What is divided over processes is passed over."""
     model = sharded(toy())
@@ -452,6 +479,7 @@ for part in (
     bytes_gathered,
     evaluation,
     memory,
+    transposes,
     watched,
     checkpoints,
     gpt2,
