@@ -58,7 +58,7 @@ class ShardedSubject(ModelSubject):
         return self.model
 
     def _optimizer(self) -> torch.optim.AdamW:
-        """Torch's: each process updates its shards, and quantises them as they are gathered."""
+        """Torch's: each process updates its shards, and quantises them at the next gather."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         return torch.optim.AdamW(parameters, lr=RATE, fused=True)
 

@@ -1,8 +1,8 @@
 """A weight that FSDP2 gathers as INT8 codes and scales: a quarter of fp32's bytes.
 
-Each process quantises the rows that it holds, and all gather the codes: those of the weight as it
-is stored. A product that reads the transpose makes it. What a parameter must have for that is
-public: `fsdp_pre_all_gather`, which gives what is sent, and
+Each process quantises the rows that it holds, once per optimizer step, and all gather the codes:
+those of the weight as it is stored. A product that reads the transpose makes it. What a parameter
+must have for that is public: `fsdp_pre_all_gather`, which gives what is sent, and
 `fsdp_post_all_gather`, which makes the module's weight of what came.
 """
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized, float_name
+from jetfire.nn.made import MadeOfWeight, weights_changed
 from jetfire.ops import int8_dequantize, int8_quantize
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class CodedShard(torch.Tensor):
     """A float weight, or a process's rows of it, that FSDP2 gathers as codes.
 
     In all else it is the tensor that it is made of, and what is saved of it is a plain tensor.
+    Whoever writes to it changes weights: a DTensor's operators count no version of the part that
+    they write to.
 
     Args:
         rows: m×n, whose memory it shares.
@@ -57,12 +60,13 @@ class CodedShard(torch.Tensor):
     """
 
     block: Block
+    _made: MadeOfWeight[tuple[torch.Tensor, ...]]
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, block: Block) -> CodedShard:
         shard: CodedShard = torch.Tensor._make_subclass(cls, rows)
-        shard.block = block
+        shard.block, shard._made = block, MadeOfWeight()
         return shard
 
     @classmethod
@@ -70,6 +74,9 @@ class CodedShard(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = super().__torch_dispatch__(func, types, args, kwargs or {})
+        # The schema of a collective (c10d) does not say what it writes to.
+        if func.namespace == "c10d" or _writes_to(cls, func, args, kwargs or {}):
+            weights_changed()
         keeps = func in _KEPT and type(found) is torch.Tensor and found.is_floating_point()
         return cls(found, args[0].block) if keeps else found
 
@@ -100,8 +107,12 @@ class CodedShard(torch.Tensor):
         Raises:
             UsageError: processes do not hold the weight in whole rows of blocks, or one holds all.
         """
-        self._check(mesh.size(), outer_size)
-        return int8_quantize(self.plain(), block=self.block).tensors, None
+
+        def quantised() -> tuple[torch.Tensor, ...]:
+            self._check(mesh.size(), outer_size)
+            return int8_quantize(self.as_subclass(torch.Tensor), block=self.block).tensors
+
+        return self._made.found(self, self.block, quantised), None
 
     def _check(self, shards: int, whole: torch.Size) -> None:
         """Look at how many shards of these rows make the whole weight."""

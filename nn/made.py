@@ -47,7 +47,7 @@ class MadeOfWeight(Generic[Made]):
             key = (key, *map(stamp, beside))
         # A dead weight's id and memory may be another's by now: its weak reference is not.
         known = self._weight is not None and self._weight() is weight
-        if self._made is None or not known or (stamp(weight), key, _steps) != self._key:
+        if self._made is None or not known or (stamp(weight), key, _changes) != self._key:
             with torch.inference_mode(False):  # or backward could not save it
                 made = make()
             self._keep(weight, key, made, stamp(weight))
@@ -62,7 +62,7 @@ class MadeOfWeight(Generic[Made]):
         return self._made
 
     def _keep(self, weight: torch.Tensor, key: Hashable, made: Made, of: tuple[int, int]) -> None:
-        self._made, self._weight, self._key = made, weakref.ref(weight), (of, key, _steps)
+        self._made, self._weight, self._key = made, weakref.ref(weight), (of, key, _changes)
         self._stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
 
     def __deepcopy__(self, memo: object) -> MadeOfWeight[Made]:
@@ -87,9 +87,9 @@ def _wait_for(stream: torch.cuda.Stream, made: object) -> None:
             tensor.record_stream(current)
 
 
-# FSDP2 gathers a weight under an unchanged version, and a CUDA graph changes it under one: what
-# tells is that an optimizer has stepped.
-_steps = 0
+# FSDP2 gathers a weight under an unchanged version; CUDA graphs and DTensors change it under one:
+# what tells is that an optimizer has stepped, or that someone has said so.
+_changes = 0
 
 
 def weights_changed(*_: object) -> None:
@@ -98,8 +98,8 @@ def weights_changed(*_: object) -> None:
     Changes that torch sees (in-place operations, a loaded state dict, another tensor as the
     weight's `data`) need no call; those in place through `weight.data` do.
     """
-    global _steps
-    _steps += 1
+    global _changes
+    _changes += 1
 
 
 register_optimizer_step_post_hook(weights_changed)

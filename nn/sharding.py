@@ -23,8 +23,9 @@ def gather_codes(model: nn.Module, shards: int | None = None) -> tuple[str, ...]
     """Have FSDP2 gather the weights of a model's INT8 layers as codes and scales.
 
     Call it before `torch.distributed.fsdp.fully_shard`, and make the optimizer after that. Each
-    process quantises its own rows from the dtype in which they are kept, so that the codes are
-    those of one process. Shards, gradients and state dicts are what they are without it.
+    process quantises its own rows, once per optimizer step, from the dtype in which they are kept,
+    so that the codes are those of one process. Shards, gradients and state dicts are what they are
+    without it.
 
     A weight that something else reads too, as a tied embedding does, is gathered as it is. So is
     one whose rows are no multiple of `shards` times the block's side, and a warning names it.

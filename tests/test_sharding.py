@@ -400,6 +400,19 @@ def test_a_weight_is_transposed_by_the_product_that_reads_it_so(outcomes):
         assert outcome["transposes"] == [1, 1]
 
 
+def test_each_of_three_shards_is_quantised_once_per_step(outcomes):
+    for outcome in outcomes:
+        assert outcome["quantised"] == {1: 3.0, 2: 3.0}
+
+
+def test_codes_are_of_the_weight_as_it_is(outcomes):
+    for outcome in outcomes:
+        found = outcome["renewed"]
+        assert found.pop("nothing") == (False, True)
+        assert found == dict.fromkeys(found, (True, True))
+        assert len(found) == 8
+
+
 def test_divided_layers_are_not_watched(outcomes):
     assert [outcome["watched"] for outcome in outcomes] == [[0, 0], [0, 0]]
 

@@ -37,11 +37,13 @@ from jetfire.nn import (
     Stream,
     convert,
     gather_codes,
+    gathered,
     linear,
     watch,
 )
 from jetfire.nn.gathered import CodedShard, GatheredWeight
 from jetfire.nn.products import own_part
+from jetfire.ops import int8_quantize
 from jetfire.tests.processes.leaving import leave
 
 RANK, HOME = int(sys.argv[1]), Path(sys.argv[2])
@@ -306,6 +308,67 @@ def transposes() -> None:
     ]
 
 
+def quantised() -> None:
+    """How many shards are quantised per step, of one micro-batch and of two."""
+    shards: list[torch.Tensor] = []
+    usual = gathered.int8_quantize
+
+    def counting(rows: torch.Tensor, **options: Any) -> Any:
+        shards.append(rows)
+        return usual(rows, **options)
+
+    gathered.int8_quantize = counting
+    found = OUTCOMES["quantised"] = {}
+    for micros in (1, 2):
+        shards.clear()
+        together(sharded(toy()), optimizer(), micros=micros)
+        found[micros] = len(shards) / STEPS
+    gathered.int8_quantize = usual
+
+
+def changes(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    """Ways to change a weight, whose shard is a DTensor's."""
+    weight = model.up.weight
+    stepped = optimizer("fused")(model)
+    weight.grad = torch.ones_like(weight)
+    halved = {name: tensor / 2 for name, tensor in model.state_dict().items()}
+    return {
+        "nothing": lambda: None,
+        "a step": stepped.step,
+        "load_state_dict": lambda: model.load_state_dict(halved),
+        "in place": weight.neg_,
+        "several at once": lambda: torch._foreach_add_([weight], 1.0),
+        "the process's part": lambda: own_part(weight).mul_(RANK + 2),
+        "a state dict's tensor": lambda: model.state_dict()["up.weight"].add_(1.0),
+        "its part": lambda: own_part(model.state_dict()["up.weight"]).add_(1.0),
+        "a collective": lambda: dist.broadcast(own_part(weight), 0),
+    }
+
+
+def renewed() -> None:
+    """Whether a weight's codes differ after a change, and are those of the weight as it is then."""
+    model = sharded(toy())
+    loss_of(model, RANK, 0).backward()  # there are codes
+    model.zero_grad()
+    OUTCOMES["renewed"] = {}
+
+    def codes() -> tuple[torch.Tensor, ...]:
+        model.up.unshard()
+        found = tuple(part.clone() for part in model.up.weight.codes.tensors)
+        model.up.reshard()
+        return found
+
+    for name, change in changes(model).items():
+        before = codes()
+        with torch.no_grad():
+            change()
+        after, expected = codes(), int8_quantize(tensors.whole(model.up.weight.detach())).tensors
+        OUTCOMES["renewed"][name] = (
+            not all(map(torch.equal, before, after)),
+            all(map(torch.equal, after, expected)),
+        )
+
+
 def watched() -> None:
     """What is divided over processes is passed over."""
     model = sharded(toy())
@@ -480,6 +543,8 @@ for part in (
     evaluation,
     memory,
     transposes,
+    quantised,
+    renewed,
     watched,
     checkpoints,
     gpt2,
