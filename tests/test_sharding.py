@@ -163,15 +163,19 @@ def test_optimizers_train_it(how):
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def sent(shard: CodedShard, shards: int, whole: torch.Size) -> tuple[torch.Tensor, ...]:
+def sent(
+    shard: CodedShard, shards: int, whole: torch.Size, policy: MixedPrecisionPolicy = BF16
+) -> tuple[torch.Tensor, ...]:
     mesh: Any = SimpleNamespace(size=lambda: shards)
-    return shard.fsdp_pre_all_gather(mesh, whole, (whole[1], 1), nn.Module(), BF16)[0]
+    return shard.fsdp_pre_all_gather(mesh, whole, (whole[1], 1), nn.Module(), policy)[0]
 
 
-def gathered(weight: torch.Tensor) -> tuple[CodedShard, tuple, GatheredWeight]:
+def gathered(
+    weight: torch.Tensor, policy: MixedPrecisionPolicy = BF16
+) -> tuple[CodedShard, tuple, GatheredWeight]:
     """As FSDP2 asks two processes for it: a shard, what was gathered, the weight made of it."""
     own = [CodedShard(rows, 32) for rows in weight.chunk(2)]
-    parts = zip(*(sent(shard, 2, weight.shape) for shard in own), strict=True)
+    parts = zip(*(sent(shard, 2, weight.shape, policy) for shard in own), strict=True)
     outputs = tuple(map(torch.cat, parts))
     found, inner = own[0].fsdp_post_all_gather(outputs, None, torch.bfloat16)
     assert inner == ()  # FSDP2 itself frees what was gathered, and there is nothing else
@@ -183,18 +187,43 @@ def same_codes(found: GatheredWeight, weight: torch.Tensor) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in codes)
 
 
-def test_gathered_codes_are_those_of_the_whole_weight():
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [(BF16, {torch.int8, torch.float32}), (MixedPrecisionPolicy(), {torch.float32})],
+)
+def test_gathered_codes_are_those_of_the_whole_weight(policy, kinds):
+    """Of fp32 models all that is gathered is fp32, and FSDP2 views nothing as bytes."""
     torch.manual_seed(0)
     weight, other = torch.randn((128, 80)), torch.randn((128, 80))
-    shard, outputs, found = gathered(weight)
+    shard, outputs, found = gathered(weight, policy)
+    assert {output.dtype for output in outputs} == kinds
+    assert (found.shape, found.dtype) == (weight.shape, torch.bfloat16)
     assert same_codes(found, weight)
     versions = [t._version for t in found.codes.tensors]
-    for output, new in zip(outputs, gathered(other)[1], strict=True):
+    for output, new in zip(outputs, gathered(other, policy)[1], strict=True):
         with torch.autograd._unsafe_preserve_version_counter(output):
             output.copy_(new)
     assert shard.fsdp_post_all_gather(outputs, None, torch.bfloat16, out=found) is None
     assert same_codes(found, other)
     assert [t._version for t in found.codes.tensors] == versions
+
+
+def test_where_nccl_looks_for_nans_codes_are_sent_as_such(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "1")
+    _, outputs, _ = gathered(torch.randn((128, 64)), MixedPrecisionPolicy())
+    assert [output.dtype for output in outputs] == [torch.int8, torch.float32]
+
+
+def test_copies_of_codes_as_fp32_keep_their_bits(device):
+    """Of NaNs too, as FSDP2 makes them: what is sent, and what has come."""
+    codes = torch.randint(-127, 128, (2**20,), dtype=torch.int8, device=device)
+    numbers = codes.view(torch.float32)
+    assert bool(numbers.isnan().any())
+    there, back = torch.empty_like(numbers), torch.empty_like(numbers)
+    torch._foreach_copy_([there], [numbers])
+    whole = there.view(1, -1)
+    torch.split_with_sizes_copy(whole, [whole.shape[1]], dim=1, out=[back.view(1, -1)])
+    assert torch.equal(back.view(torch.int8), codes)
 
 
 def test_what_else_reads_a_gathered_weight_finds_its_numbers():
