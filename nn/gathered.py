@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
@@ -234,5 +234,4 @@ def _writes_to(kind: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    leaves = tree_leaves([given.get(name) for name in written])
-    return any(isinstance(leaf, kind) for leaf in leaves)
+    return any(isinstance(leaf, kind) for leaf in tree_iter([given.get(name) for name in written]))
