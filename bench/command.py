@@ -183,6 +183,10 @@ def request_of(asked: BenchOptions) -> Request:
 
 def file_format(asked: BenchOptions) -> str | None:
     """What `-o` is to hold: `--format`, else what the file's suffix says."""
+    if asked.format is not None and asked.format not in FORMATS:
+        raise unknown(f"--format {asked.format}", asked.format, FORMATS)
+    if asked.rounds is not None and asked.rounds < 1:
+        raise UsageError(f"--rounds {asked.rounds}: expected at least 1")
     check_output("--plot", asked.plot, *PLOTS)
     if asked.output is None:
         if asked.append:

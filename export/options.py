@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetfire.core.device import target_device
-from jetfire.core.errors import UsageError
-from jetfire.export import naming
+from jetfire.core.errors import UsageError, unknown
+from jetfire.export import naming, targets
 from jetfire.measure.plan import Case
 
 
@@ -29,9 +29,11 @@ def check(asked: ExportOptions) -> None:
     """Refuse what can be refused without a look at the cases, which have been checked.
 
     Raises:
-        UsageError: the name or the folder is taken.
+        UsageError: there is no such target, or the name or the folder is taken.
         NoDeviceError: the architecture is unknown.
     """
+    if asked.target is not None and asked.target not in targets.NAMES:
+        raise unknown(f"--target {asked.target}", asked.target, targets.NAMES)
     target_device(asked.capability)
     if asked.name is not None:
         naming.check(asked.name)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from jetfire.bench import command as bench_command
 from jetfire.bench import suite
 from jetfire.cli import execute
 from jetfire.core import registry, workloads
 from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import peaks, peers, runner
 from jetfire.measure.plan import Case
@@ -433,3 +435,9 @@ def test_the_ceiling_multiplies_what_it_is_given():
     assert torch.equal(c.cpu(), expected.expand(2, m, n))
     _, operations = ceiling.int8_call(device, 2, 3)
     assert operations == 2 * 3 * 2 * 128 * 128 * 256
+
+
+@pytest.mark.parametrize(("name", "value"), [("format", "nope"), ("rounds", 0)])
+def test_options_are_refused_by_the_function_too(name, value):
+    with pytest.raises(UsageError, match=f"^--{name} {value}: expected"):
+        bench_command.bench(bench_command.BenchOptions(["gemm"], device="cpu", **{name: value}))

@@ -12,8 +12,9 @@ import jetfire
 from jetfire.cli import execute
 from jetfire.core import files
 from jetfire.core.errors import UsageError, WrongResultError
-from jetfire.export import cuda, embedded, measure, naming, render, targets
+from jetfire.export import command, cuda, embedded, measure, naming, render, targets
 from jetfire.export.library import Library, header
+from jetfire.export.options import ExportOptions
 from jetfire.export.plan import ExportPlan
 from jetfire.export.target import ExportTarget, run
 from jetfire.measure.results import Row
@@ -459,3 +460,9 @@ def test_no_export_is_called_as_what_its_own_files_define():
     for name in (*names, "call", "workspace_bytes", "error_text"):
         with pytest.raises(UsageError, match=f"--name {name}: "):
             naming.check(name)
+
+
+def test_a_target_is_refused_by_the_function_too(tmp_path):
+    with pytest.raises(UsageError, match=r"^--target nope: expected"):
+        command.run(ExportOptions(tmp_path / "out", (9, 0), target="nope"))
+    assert not (tmp_path / "out").exists()

@@ -60,7 +60,7 @@ from jetfire.tuner.search import (
     search,
 )
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import RANDOM_FIRST, STRATEGIES, Exhausted
+from jetfire.tuner.strategies import RANDOM_FIRST, STRATEGIES, Exhausted, strategy_of
 from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import Comparison, Measurement, RunnerError
 
@@ -134,7 +134,7 @@ def measured(config):
 def study_with(strategy, space, seed=0, first=(), objective="time", storage=None):
     """A study of the toy, in memory."""
     identity = Identity(TOY, PROBLEM, HERE, space, objective, "normal")
-    sampler = STRATEGIES[strategy](space, seed, first)
+    sampler = strategy_of(strategy, space, seed, first)
     return Study(identity, sampler, storage or optuna.storages.InMemoryStorage(), print, {})
 
 
@@ -170,7 +170,7 @@ def gaps(name, strategy):
     for seed in range(20):
         space = recording.space()
         identity = Identity(recording.kernel, recording.problem, HERE, space, "time", "normal")
-        sampler = STRATEGIES[strategy](space, seed, ())
+        sampler = strategy_of(strategy, space, seed, ())
         study = Study(identity, sampler, optuna.storages.InMemoryStorage(), print, {})
         trials = math.ceil(0.15 * len(space.pool))
         search(study, ReplayRunner(recording.trials), Limits(trials, math.inf), lambda *_: None)
@@ -437,7 +437,7 @@ def test_exhaustive_goes_in_order():
 def test_exhaustive_of_a_large_product_does_not_end_with_the_pool():
     space = wide_space(lambda c: None if c.b == 3 and c.c == 5 else "no")
     space.__dict__["pool"] = []
-    sampler = STRATEGIES["exhaustive"](space, 0, ())
+    sampler = strategy_of("exhaustive", space, 0, ())
     study = optuna.create_study(sampler=sampler)
     for i in range(40):
         trial = study.ask(distributions_of(space))
@@ -524,6 +524,13 @@ def test_no_more_is_under_way_than_a_strategy_can_do_without():
         runner = Clockwork(17)
         searched(runner, Limits(trials, math.inf))
         assert runner.most == min(most, len(toy_space().pool))
+
+
+def test_an_unknown_strategy():
+    with pytest.raises(
+        UsageError, match=r"^--strategy luck: expected one of tpe, gp, random, exhaustive$"
+    ):
+        strategy_of("luck", toy_space(), 0, ())
 
 
 # The loop.
@@ -1554,6 +1561,23 @@ def test_what_the_options_default_to():
         "time",
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("strategy", "luck"),
+        ("effort", "none"),
+        ("objective", "fame"),
+        ("for_all", "none"),
+        ("bits", "other"),
+        ("data", "nope"),
+    ],
+)
+def test_names_are_refused_by_the_function_too(name, value):
+    option = f"--{name.replace('_', '-')} {value}: expected"
+    with pytest.raises(UsageError, match=f"^{option}"):
+        command.tune(TuneOptions([], [], "cpu", 600.0, **{name: value}))
 
 
 # What a person sees.

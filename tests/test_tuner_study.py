@@ -18,7 +18,7 @@ from jetfire.core.errors import UsageError
 from jetfire.measure import provenance
 from jetfire.tuner import study as studies
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import STRATEGIES
+from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import Measurement
 
@@ -37,7 +37,7 @@ def identity():
 
 def opened(storage):
     known = identity()
-    return Study(known, STRATEGIES["random"](known.space, 0, ()), storage, print, {})
+    return Study(known, strategy_of("random", known.space, 0, ()), storage, print, {})
 
 
 def test_a_search_for_the_same_bits_is_another_one():

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import check_output
-from jetfire.measure import ncu
+from jetfire.measure import data, ncu
 from jetfire.measure.plan import Case, check_peers
 from jetfire.report.page import check_page
+from jetfire.tuner.trial import OBJECTIVES
 
 BITS = ("same",)
 FOR_ALL = ("mean", "worst")
@@ -86,7 +87,17 @@ def check(asked: TuneOptions) -> None:
         UsageError: a name is none of those there are, or a file cannot be written.
         NoDeviceError: there is no such profiler here.
     """
+    data.check(asked.data, f"--data {asked.data}")
     check_peers(asked.peers or ())
+    for option, name, known in (
+        ("--effort", asked.effort, EFFORTS),
+        ("--strategy", asked.strategy, STRATEGIES),
+        ("--objective", asked.objective, OBJECTIVES),
+        ("--for-all", asked.for_all or "mean", FOR_ALL),
+        ("--bits", asked.bits or "same", BITS),
+    ):
+        if name not in known:
+            raise unknown(f"{option} {name}", name, known)
     if asked.for_all and (asked.unseen or asked.missing or asked.shard != (0, 1)):
         raise UsageError(f"--for-all {asked.for_all}: expected no --unseen, --missing or --shard")
     if asked.profile and asked.unseen:

@@ -36,7 +36,7 @@ from jetfire.tuner.search import (
     search,
 )
 from jetfire.tuner.space import Point
-from jetfire.tuner.strategies import STRATEGIES
+from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, StorageError, Study
 from jetfire.tuner.trial import Measurement, Objective, RunnerError, digits
 from jetfire.tuner.worker import Job
@@ -211,7 +211,7 @@ class Session:
                 asked.data,
                 asked.bits is not None,
             ),
-            STRATEGIES[name](space, asked.seed, first),
+            strategy_of(name, space, asked.seed, first),
             asked.storage if asked.keep else InMemoryStorage(),
             self.display.note,
             attributes,
