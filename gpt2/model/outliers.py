@@ -15,7 +15,7 @@ _DEVIATION = 0.02
 
 @torch.no_grad()
 def plant(model: LanguageModel, factor: float) -> None:
-    """Make outliers as trained models have them (arXiv 2503.08040, section 3), in place.
+    """Make outliers as trained models have them (arXiv 2503.08040), in place.
 
     A few channels of each MLP are `factor` times as large before its activation. Embeddings are
     drawn anew by Student's t, of the deviation that they had: one in 300 is beyond 5 times that.
