@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import choose
 from jetfire.core.op import Op
-from jetfire.core.tensors import Tensors, dtype_of
+from jetfire.core.tensors import Specs, Tensors, dtype_of, empty
 
 if TYPE_CHECKING:
     from jetfire.core.operators import Operator
@@ -79,17 +79,39 @@ class _Plan:
 def _plan(operator: Operator, device: torch.device, key: tuple[Any, ...]) -> _Plan:
     """Return the plan of every call with this key."""
     op = registry.get(operator.op)
-    problem, empty = problem_of(op, operator.fields(key))
+    problem, is_empty = problem_of(op, operator.fields(key))
     new = None
     if not op.updated(problem):
-        specs = op.writes(problem).items()
+        specs = _returned(operator, op.writes(problem)).items()
         new = [(name, spec.shape, dtype_of(spec.dtype)) for name, spec in specs]
-    if empty:
+    if is_empty:
         return _Plan(op, problem, None, None, new)
     where = Device.of(torch.empty(0, dtype=torch.int8, device=device))
     kernel, config = choose(op, problem, where)
     _planned()[operator.op, problem] = Planned(op, problem, kernel, config, where)
     return _Plan(op, problem, kernel, config, new)
+
+
+def _returned(operator: Operator, specs: Specs) -> Specs:
+    """Return the specs of what an operator returns, of those of its op's outputs."""
+    if not operator.joined:
+        return specs
+    whole: Specs = {}
+    for name, spec in list(specs.items())[: len(specs) // 2]:
+        m, n = spec.shape
+        whole[name] = spec._replace(shape=(2 * m, n) if _axis(name) == 0 else (m, 2 * n))
+    return whole
+
+
+def _halves(whole: Tensors, names: Iterable[str]) -> Tensors:
+    """Return the op's outputs of these names, which are halves of what an operator returns."""
+    first, second = zip(*(x.chunk(2, _axis(name)) for name, x in whole.items()), strict=True)
+    return dict(zip(names, (*first, *second), strict=True))
+
+
+def _axis(name: str) -> int:
+    """Return along which axis halves are joined: transposes lie under one another."""
+    return 0 if name.endswith("_t") else 1
 
 
 def _launch_context(device: torch.device) -> AbstractContextManager[Any] | None:
@@ -111,7 +133,9 @@ def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
     outputs = {key: inputs[key] for key in written if key in inputs} if written else None
     if not outputs and plan.new is not None:  # to ask the op takes 1 to 2 µs more
         outputs = {name: args[0].new_empty(shape, dtype=dtype) for name, shape, dtype in plan.new}
-    outputs = outputs or plan.op.outputs(plan.problem, inputs)
+    returned = outputs = outputs or plan.op.outputs(plan.problem, inputs)
+    if operator.joined:
+        outputs = _halves(returned, plan.op.writes(plan.problem))
     context = _launch_context(device)
     if plan.kernel is None:
         with torch.no_grad():
@@ -125,11 +149,13 @@ def launch(operator: Operator, args: tuple[Any, ...]) -> Tensors:
         for tensor in outputs.values():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-    return outputs
+    return returned
 
 
 def allocate(operator: Operator, args: tuple[Any, ...]) -> Tensors:
     """Return outputs without a launch, for tracing: symbolic sizes stay symbolic."""
     op = registry.get(operator.op)
     problem, _ = problem_of(op, operator.fields(operator.key(args)))
+    if operator.joined:
+        return empty(_returned(operator, op.writes(problem)), args[0].device)
     return op.outputs(problem, operator.inputs(args))

@@ -95,6 +95,9 @@ class Operator:
         dtype_field: the field that is the first tensor's dtype.
         renamed: inputs that are an argument of another name, which is that input too: ``dy`` of an
             operator that overwrites it.
+        joined: return the op's two quantised outputs of one shape as one matrix: codes and scales
+            beside each other, those of transposes under each other. Its kernels then write halves
+            of longer rows.
         fields: fields with the same values in every call; ``…_backward…`` has the mode bwd besides.
     """
 
@@ -105,9 +108,10 @@ class Operator:
         derive: Derive | None = None,
         dtype_field: str | None = None,
         renamed: Mapping[str, str] | None = None,
+        joined: bool = False,
         **fields: Any,
     ) -> None:
-        self.schema = schema
+        self.schema, self.joined = schema, joined
         self.name, _, rest = schema.partition("(")
         forward, backward, _ = self.name.partition("_backward")
         self.op = op or forward.partition(".")[0]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -233,7 +233,7 @@ class _Enter(torch.autograd.Function):
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
         ht = restored_input(h, wt, seeds[0:1])
-        of_product = _gradients([g], ht, ctx.weights, wanted, setting)
+        of_product = _gradients(g, ht, ctx.weights, wanted, setting)
         del g, ht
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(
@@ -314,7 +314,7 @@ class _Leave(torch.autograd.Function):
         def seed(index: int) -> Tensor:
             return seeds[index : index + 1]
 
-        def gradients(g: list[Quantized], xt: Quantized, index: int) -> tuple[Tensor | None, ...]:
+        def gradients(g: Quantized, xt: Quantized, index: int) -> tuple[Tensor | None, ...]:
             return _gradients(g, xt, ctx.weights[index], wanted[index], setting)
 
         g = None if ctx.handoff is None else ctx.handoff.take(dx)
@@ -322,14 +322,13 @@ class _Leave(torch.autograd.Function):
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
-        of2 = gradients([g], _activated(f, "qt", setting).t, 2)
+        of2 = gradients(g, _activated(f, "qt", setting).t, 2)
         du = times_weight(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
         del g
-        parts = _activated_backward(f, du, seed(2), setting)
+        df = _activated_backward(f, du, seed(2), setting)
         del du
-        of1 = gradients(parts, restored_input(h, w1t, seed(_PACK1)), 1)
-        df = _beside([alone(part) for part in parts])
-        del parts
+        of1 = gradients(df, restored_input(h, w1t, seed(_PACK1)), 1)
+        df = alone(df)
         dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         del df
         dx, copy, *of_norm = _normed_backward(
@@ -339,7 +338,7 @@ class _Leave(torch.autograd.Function):
         g = _undropped(copy, setting, seeds, _MASK0)
         del copy
         dattended = times_weight(g, w0t, out="bf16")
-        of0 = gradients([g], restored_input(a, w0t, seed(_PACK0)), 0)
+        of0 = gradients(g, restored_input(a, w0t, seed(_PACK0)), 0)
         of_products = (t for of in (of0, of1, of2) for t in (*of, *[None] * 4))
         return *[None] * 4, dx, dattended, *of_norm, *of_products
 
@@ -412,22 +411,12 @@ def _activated(f: Quantized, layout: Layout, setting: Setting) -> Quantized:
     return int8_gelu(f, approximate=form, layout=layout, out_block=setting.block)
 
 
-def _activated_backward(
-    f: Quantized, du: Quantized, seed: Tensor, setting: Setting
-) -> list[Quantized]:
-    """Return the gradient of the MLP's first product, of each half where it is gated.
-
-    Each comes with its transpose. GELU's overwrites du.
-    """
-    block = setting.block
+def _activated_backward(f: Quantized, du: Quantized, seed: Tensor, setting: Setting) -> Quantized:
+    """Return the gradient of the MLP's first product and its transpose. GELU's overwrites du."""
+    more: dict[str, Any] = {"layout": "both", "seed": seed, "out_block": setting.block}
     if setting.activation == "gated":
-        halves = int8_swiglu_backward(*_halves(f), du, layout="both", seed=seed, out_block=block)
-        return list(halves)
-    form = setting.activation
-    df = int8_gelu_backward(
-        f, du, approximate=form, layout="both", seed=seed, inplace=True, out_block=block
-    )
-    return [df]
+        return cast("Quantized", int8_swiglu_backward(*_halves(f), du, joined=True, **more))
+    return int8_gelu_backward(f, du, approximate=setting.activation, inplace=True, **more)
 
 
 def _beside(parts: Sequence[Quantized]) -> Quantized:
@@ -464,7 +453,7 @@ def _side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quanti
 
 
 def _gradients(
-    parts: Sequence[Quantized],
+    g: Quantized,
     xt: Quantized,
     weights: Sequence[Tensor],
     wanted: Product,
@@ -475,22 +464,19 @@ def _gradients(
     That of a weight is None where it was added to the one that is there, or is not wanted.
 
     Args:
-        parts: the gradient of each weight's output, or of all of them as one matrix; with
-            transposes.
+        g: the gradient of the product's output, with its transpose.
         xt: the transpose of the product's input.
         wanted: whether each weight's and each bias's is.
     """
     sizes = [weight.shape[1 if setting.transposed else 0] for weight in weights]
-    rows = _rows(parts[0].t, sizes) if len(parts) == 1 else [part.t for part in parts]
     found: list[Tensor | None] = []
-    for weight, gt, learns in zip(weights, rows, wanted.weights, strict=True):
+    for weight, gt, learns in zip(weights, _rows(g.t, sizes), wanted.weights, strict=True):
         factors = (xt, gt) if setting.transposed else (gt, xt)
         found.append(weight_gradient(*factors, weight, setting.adds) if learns else None)
     if not any(wanted.biases):
         found += [None] * len(wanted.biases)
     else:
-        sums = [int8_column_sum(part) for part in parts]
-        found += sums if len(parts) == len(sizes) else sums[0].split(sizes)
+        found += int8_column_sum(g).split(sizes)
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.core.op import Gradient, Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import AS_READ, Block, Layout, Mode, Problem, Rounding
@@ -149,6 +150,12 @@ _swiglu_backward = Operator(
     " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
     " -> Tensor[]",
 )
+_swiglu_backward_joined = Operator(
+    "swiglu_backward.joined(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor dy,"
+    " Tensor dy_scale, Tensor? seed, int block, str rounding, str layout, int? out_block=None)"
+    " -> Tensor[]",
+    joined=True,
+)
 
 
 @checked
@@ -182,13 +189,16 @@ def int8_swiglu_backward(
     seed: Tensor | None = None,
     layout: Layout = "q",
     out_block: Block | None = None,
-) -> tuple[Quantized, Quantized]:
+    joined: bool = False,
+) -> tuple[Quantized, Quantized] | Quantized:
     """Return dgate = dy·up·silu'(gate) and dup = dy·silu(gate), both quantised.
 
     Rounded stochastically, each draws random bits of its own from the one seed.
 
     Args:
         out_block: the block of the results' codes; None is that of the gate.
+        joined: return [dgate | dup] as one matrix, m×2n, for n a multiple of the results' block:
+            what multiplies by both at once needs no copy then.
     """
     operands = (
         *expect.quantized("gate", gate),
@@ -196,7 +206,12 @@ def int8_swiglu_backward(
         *expect.quantized("dy", dy, like=gate),
     )
     seed = expect.rounding_seed(rounding, seed, layout, operands[0])
-    found = _swiglu_backward(*operands, seed, gate.block, rounding, layout, out_block)
-    half, block = len(found) // 2, out_block or gate.block
+    options, block = (seed, gate.block, rounding, layout, out_block), out_block or gate.block
+    if joined:
+        if (n := operands[0].shape[1]) % block:
+            raise UsageError(f"joined with {n} columns: expected a multiple of {block}")
+        return Quantized.of(_swiglu_backward_joined(*operands, *options), layout, block)
+    found = _swiglu_backward(*operands, *options)
+    half = len(found) // 2
     dgate, dup = (Quantized.of(t, layout, block) for t in (found[:half], found[half:]))
     return dgate, dup

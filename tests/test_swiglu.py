@@ -7,8 +7,11 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
+from jetfire.core.tensors import names_of
 from jetfire.core.workloads import RAGGED
+from jetfire.ops import int8_quantize, int8_swiglu_backward
 from jetfire.reference import swiglu as reference
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize
@@ -201,6 +204,51 @@ def test_a_wrong_code_is_found(name):
     assert OP.check(problem, outputs, expected).ok
     outputs[name][3, 4] += 2 if outputs[name][3, 4] < 100 else -2
     assert OP.check(problem, outputs, expected).message.startswith(name.split("_")[0])
+
+
+@pytest.mark.parametrize("layout", ["q", "qt", "both"])
+def test_joined_gradients_are_those_of_both(device, layout):
+    """dgate beside dup, to the bit, and their transposes under each other."""
+    torch.manual_seed(0)
+    gate, up, dy = (int8_quantize(torch.randn(70, 128, device=device)) for _ in range(3))
+    options = {
+        "seed": torch.tensor([5], dtype=torch.int64, device=device),
+        "layout": layout,
+        "out_block": 64,
+    }
+    dgate, dup = int8_swiglu_backward(gate, up, dy, **options)
+    joined = int8_swiglu_backward(gate, up, dy, joined=True, **options)
+    assert joined.block == 64
+    tensors = *gate.tensors, *up.tensors, *dy.tensors, options["seed"]
+    given = *tensors, 32, "stochastic", layout, 64
+    torch.library.opcheck(torch.ops.jetfire.swiglu_backward.joined, given)
+    for name in names_of(layout=layout):
+        parts = getattr(dgate, name), getattr(dup, name)
+        both = torch.cat(parts, dim=0 if name in ("qt", "scale_t") else 1)
+        assert torch.equal(getattr(joined, name), both), name
+
+
+def test_rows_of_outputs_may_lie_apart(device):
+    """Each kernel writes what it does otherwise, and nothing beside it."""
+    problem = problem_of("bwd", 65, 100, layout="both")
+    inputs = OP.inputs(problem, device)
+    for kernel, config in choices(problem, device):
+        plain, apart = OP.outputs(problem, inputs), {}
+        launch(kernel, problem, config, inputs, plain)
+        for name, x in plain.items():
+            gap = 0 if name.endswith("_t") else x.shape[1]
+            wide = x.new_full((x.shape[0], x.shape[1] + gap), 77)
+            apart[name] = wide[:, : x.shape[1]]
+        launch(kernel, problem, config, inputs, apart)
+        for name, x in apart.items():
+            assert torch.equal(x, plain[name]), f"{kernel.name}: {name}"
+            assert (x._base[:, x.shape[1] :] == 77).all(), f"{kernel.name}: {name}"
+
+
+def test_joined_gradients_are_of_whole_blocks():
+    gate = int8_quantize(torch.randn(32, 96))
+    with pytest.raises(UsageError, match="96 columns: expected a multiple of 64"):
+        int8_swiglu_backward(gate, gate, gate, rounding="nearest", out_block=64, joined=True)
 
 
 def test_names_of_outputs():

@@ -184,10 +184,10 @@ def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> P
     enter = kept - (flow + inputs) * s.x  # what is freed when the block's first half goes backward
     both = 2 * block * (s.x + 2 * s.k)  # codes of dq dk dv, both ways
     moments = (
-        # dx, codes of it and of dgate and dup, both ways, and these side by side
+        # dx, codes of it and of dgate and dup, both ways
         Moment(0, (2 + 2 * block) * s.x + block * s.h, 4 * s.wh),
         Moment(0, 2 * s.x + (flow + 4 * block) * s.h, 4 * s.wh),
-        Moment(0, 2 * s.x + 6 * block * s.h, 12 * s.wh),
+        Moment(0, 2 * s.x + 4 * block * s.h, 12 * s.wh),
         # dx twice, codes of it, do
         Moment(0, (2 + 2 + 2 * block + 2 + again) * s.x, 12 * s.wh + 4 * s.w),
         Moment(

@@ -105,6 +105,8 @@ def store_codes(
     scale_t_ptr,
     M,
     N,
+    stride,
+    scale_stride,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,8 +143,9 @@ def store_codes(
     else:
         q = codes_nearest(value, wide)
     if LAYOUT != "qt":
-        tl.store(q_ptr + (rows.to(tl.int64) * N + cols), q, mask=inside)
-        tl.store(scale_ptr + (block_row.to(tl.int64) * blocks_n + block_col), scale, mask=within)
+        tl.store(q_ptr + (rows.to(tl.int64) * stride + cols), q, mask=inside)
+        at = block_row.to(tl.int64) * scale_stride + block_col
+        tl.store(scale_ptr + at, scale, mask=within)
     if LAYOUT != "q":
         store_tile(qt_ptr, tl.trans(as_tile(q, TILE_N, H, BLOCK)), col0, row0, N, M, M)
         at = block_col.to(tl.int64) * blocks_m + block_row
@@ -166,6 +169,8 @@ def forward_kernel(
     gate_scale_stride,
     up_stride,
     up_scale_stride,
+    q_stride,
+    scale_stride,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,6 +221,8 @@ def forward_kernel(
         scale_t_ptr,
         M,
         N,
+        q_stride,
+        scale_stride,
         TILE_M,
         TILE_N,
         OUT_BLOCK,
@@ -252,6 +259,10 @@ def backward_kernel(
     up_scale_stride,
     dy_stride,
     dy_scale_stride,
+    dgate_stride,
+    dgate_scale_stride,
+    dup_stride,
+    dup_scale_stride,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -312,6 +323,8 @@ def backward_kernel(
         dup_scale_t_ptr,
         M,
         N,
+        dup_stride,
+        dup_scale_stride,
         TILE_M,
         TILE_N,
         OUT_BLOCK,
@@ -333,6 +346,8 @@ def backward_kernel(
         dgate_scale_t_ptr,
         M,
         N,
+        dgate_stride,
+        dgate_scale_stride,
         TILE_M,
         TILE_N,
         OUT_BLOCK,
