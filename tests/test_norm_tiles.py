@@ -237,6 +237,42 @@ def test_a_factor_out_of_range_meets_small_weights(form, device):
     verified(form, problem, inputs)
 
 
+def steep(form, device):
+    """Rows whose slope is beyond 2^128, where x, gradients and every product with the slope are finite.
+
+    The second block's x is so small that its part of dx is; dy is 0 there.
+    """
+    problem = problem_of(form, 32, 64, out_block=32, layout="both")
+    inputs = op_of(form).inputs(problem, device)
+    for name in ("x", "dy"):
+        inputs[name].zero_()
+        inputs[name][:, 0] = 100
+    inputs["x"][:, 40] = 3
+    inputs["x_scale"].copy_(torch.tensor([[2.0**-10, 2.0**-60]]))
+    inputs["dy_scale"].fill_(2.0**115)
+    inputs["weight"].fill_(1.0)
+    inputs["rstd"].fill_(2.0**8)
+    if "mean" in inputs:
+        inputs["mean"].zero_()
+    return problem, inputs
+
+
+def test_a_row_whose_slope_may_overflow_is_not_held_to_its_values(form):
+    problem, inputs = steep(form, torch.device("cpu"))
+    expected = op_of(form).reference(problem, inputs)
+    over = expected["dx_over"] if problem.residual else expected["q_over"]
+    assert expected["q"][:, 32:].isfinite().all() and over.all()
+    inputs["dy_scale"].mul_(2.0**-16)
+    expected = op_of(form).reference(problem, inputs)
+    over = expected["dx_over"] if problem.residual else expected["q_over"]
+    assert not over.any()
+
+
+@pytest.mark.gpu
+def test_a_slope_out_of_range(form, device):
+    verified(form, *steep(form, device))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1, 16])
 def test_strided_and_unaligned(form, device, offset):
