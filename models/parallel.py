@@ -74,6 +74,7 @@ class ParallelBench(ModelBench):
     """Has other processes measure."""
 
     variants: ClassVar[Mapping[str, TorchVariant]] = SPREAD_PEERS
+    goes_without_eager: ClassVar[bool] = False  # the others would not know
 
     def measure(self, case: Any) -> list[Row]:
         """Rows of the recipes, then of the peers, of the first process.

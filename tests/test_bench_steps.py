@@ -232,6 +232,32 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
     assert notes[0].endswith("int8-block64 left out: RuntimeError: no such kernel")
 
 
+class _Small(TrainingBench):
+    """Has no room for BF16 eager beside another peer, as a GPU may have none."""
+
+    def _in_turn(self, case, subjects):
+        if {EAGER, "compile"} <= subjects.keys():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 PiB")
+        return {f"{name} launched": Timing(1.0, 1.0, 1.0, 3) for name in subjects}
+
+
+def test_bf16_eager_goes_where_all_do_not_fit_at_once():
+    """It was compared with by then; a recipe alone beside it has nothing else to be measured by."""
+    notes: list[str] = []
+    made = _Small(CPU, notes.append, rounds=2)
+    made.peers = [EAGER, "compile"]
+    subject = made._maker(TrainingCase(STEP))
+    made._maker = lambda case: lambda name: subject(EAGER if name == "compile" else name)
+    row, compiled = made.measure(TrainingCase(STEP, ("int8-block32",)))
+    assert (row.kernel, compiled.kernel) == ("int8-block32", "compile")
+    assert row.vs_peer == {"compile": 1.0}
+    assert notes[-1].endswith("eager is not timed: out of memory beside compile")
+    made._in_turn = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
+    made.peers = [EAGER]
+    assert made.measure(TrainingCase(STEP, ("int8-block32",))) == []
+    assert notes[-1].endswith("left out: out of memory")
+
+
 def test_every_variant_begins_with_the_same_parameters():
     found = []
     for name in ("int8-block64", EAGER, "int4-hq-lss"):

@@ -144,6 +144,7 @@ class TrainingBench:
 
     Attributes:
         variants: what recipes are measured against, by name.
+        goes_without_eager: whether BF16 eager, once it was compared with, may be left out.
         chosen: those that are wanted beside eager; None for all.
     """
 
@@ -156,6 +157,7 @@ class TrainingBench:
     chosen: Collection[str] | None = None
     debug: bool = False
     variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
+    goes_without_eager: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.where = self.device.torch_device
@@ -180,32 +182,47 @@ class TrainingBench:
 
     def _measure(self, case: TrainingWork) -> list[Row]:
         subjects, probes, rows = self._probed(case)
-        right = {
-            name: subject
-            for name, subject in subjects.items()
-            if name in self.variants or rows[name].ok
-        }
-        if any(name not in self.variants for name in right):
-            variants = self._variants(case, right)
-            timings = timer.time_calls(
-                {name: [call] for name, call in variants.items()},
-                self.where,
-                self.rounds,
-                self.sample_ms,
-                budget_s=60.0,
-                monitor=self.monitor,
-                power_ms=self.power_ms,
-                capture=False,
-                untimed=1,
-                agree=self._agreed,
-            )
-            for name, subject in right.items():
+        for name in list(subjects):
+            if name not in self.variants and not rows[name].ok:
+                del subjects[name]
+        if any(name not in self.variants for name in subjects):
+            timings = self._timings(case, subjects)
+            for name, subject in subjects.items():
                 rows[name] = self._timed(case, rows[name], timings, subject)
+            rows = {n: row for n, row in rows.items() if row.role == "kernel" or n in subjects}
         peers = {name: rows[name] for name in self.variants if name in rows}
         return [
             _with_peers(row, peers, probes) if row.role == "kernel" else row
             for row in rows.values()
         ]
+
+    def _timings(self, case: TrainingWork, subjects: dict[str, Subject]) -> dict[str, Timing]:
+        """Time subjects in turn: without BF16 eager, the largest, where all do not fit at once."""
+        try:
+            return self._in_turn(case, subjects)
+        except torch.OutOfMemoryError:
+            others = [name for name in subjects if name in self.variants and name != EAGER]
+            if not self.goes_without_eager or EAGER not in subjects or not others:
+                raise
+        self.note(f"{case}: {EAGER} is not timed: out of memory beside {', '.join(others)}")
+        del subjects[EAGER]
+        gc.collect()
+        torch.cuda.empty_cache()
+        return self._in_turn(case, subjects)
+
+    def _in_turn(self, case: TrainingWork, subjects: Mapping[str, Subject]) -> dict[str, Timing]:
+        return timer.time_calls(
+            {name: [call] for name, call in self._variants(case, subjects).items()},
+            self.where,
+            self.rounds,
+            self.sample_ms,
+            budget_s=60.0,
+            monitor=self.monitor,
+            power_ms=self.power_ms,
+            capture=False,
+            untimed=1,
+            agree=self._agreed,
+        )
 
     def _probed(
         self, case: TrainingWork
