@@ -542,3 +542,22 @@ def test_paths_that_the_variable_cannot_hold(here):
     with pytest.raises(UsageError, match="expected a path without ':'"):
         loaded.add([file])
     assert loaded.files() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.quiet
+@pytest.mark.parametrize(("name", "m", "n"), [("softmax", 8192, 16384), ("matmul", 8192, 8192)])
+def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, monkeypatch, tmp_path):
+    """Within 3%, by triton.testing.do_bench, which finds the L2 cache cold at each call, too."""
+    folder = Path(__file__).parent / "data" / "foreign"
+    script = f"import {name}; print({name}.milliseconds({m}, {n}))"
+    told = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True
+    )
+    monkeypatch.setenv("JETFIRE_LOAD", str(folder / f"foreign_{name}.py"))
+    words = ["bench", f"foreign_{name}", "--m", str(m), "--n", str(n), "--peer", "none"]
+    file = tmp_path / "bench.json"
+    aside(*words, "-o", str(file))
+    (row,) = json.loads(file.read_text())["rows"]
+    theirs = float(told.stdout)
+    assert row["ms"] == pytest.approx(theirs, rel=0.03), f"{row['ms']} ms, the author's {theirs}"
