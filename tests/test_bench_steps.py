@@ -233,7 +233,18 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
 
 
 class _Small(TrainingBench):
-    """Has no room for BF16 eager beside another peer, as a GPU may have none."""
+    """Has no room for BF16 eager beside another peer, as a GPU may have none.
+
+    `made` counts the variants that were probed; `full` says how many are too many.
+    """
+
+    made, full = 0, 9
+
+    def _probe(self, make):
+        self.made += 1
+        if self.made == self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 PiB")
+        return super()._probe(make)
 
     def _in_turn(self, case, subjects):
         if {EAGER, "compile"} <= subjects.keys():
@@ -241,17 +252,19 @@ class _Small(TrainingBench):
         return {f"{name} launched": Timing(1.0, 1.0, 1.0, 3) for name in subjects}
 
 
-def test_bf16_eager_goes_where_all_do_not_fit_at_once():
+@pytest.mark.parametrize("full", [3, 9])
+def test_bf16_eager_goes_where_all_do_not_fit_at_once(full):
     """It was compared with by then; a recipe alone beside it has nothing else to be measured by."""
     notes: list[str] = []
     made = _Small(CPU, notes.append, rounds=2)
+    made.full = full
     made.peers = [EAGER, "compile"]
     subject = made._maker(TrainingCase(STEP))
     made._maker = lambda case: lambda name: subject(EAGER if name == "compile" else name)
     row, compiled = made.measure(TrainingCase(STEP, ("int8-block32",)))
     assert (row.kernel, compiled.kernel) == ("int8-block32", "compile")
     assert row.vs_peer == {"compile": 1.0}
-    assert notes[-1].endswith("eager is not timed: out of memory beside compile")
+    assert notes[-1].endswith("eager is not timed: out of memory beside the others")
     made._in_turn = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
     made.peers = [EAGER]
     assert made.measure(TrainingCase(STEP, ("int8-block32",))) == []

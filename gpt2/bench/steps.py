@@ -197,18 +197,38 @@ class TrainingBench:
         ]
 
     def _timings(self, case: TrainingWork, subjects: dict[str, Subject]) -> dict[str, Timing]:
-        """Time subjects in turn: without BF16 eager, the largest, where all do not fit at once."""
+        """Time subjects in turn: without BF16 eager where all do not fit at once."""
         try:
             return self._in_turn(case, subjects)
         except torch.OutOfMemoryError:
-            others = [name for name in subjects if name in self.variants and name != EAGER]
-            if not self.goes_without_eager or EAGER not in subjects or not others:
+            if not self._spares_eager(subjects, subjects):
                 raise
-        self.note(f"{case}: {EAGER} is not timed: out of memory beside {', '.join(others)}")
+        self._without_eager(case, subjects)
+        return self._in_turn(case, subjects)
+
+    def _made(
+        self, name: str, case: TrainingWork, make: Callable[[], Subject], others: dict[str, Subject]
+    ) -> tuple[Subject, Probe]:
+        """Make a variant and probe it: without BF16 eager where there is no room beside it."""
+        try:
+            return self._probe(make)
+        except torch.OutOfMemoryError:
+            if not self._spares_eager(others, [name]):
+                raise
+        self._without_eager(case, others)
+        return self._probe(make)
+
+    def _spares_eager(self, alive: Collection[str], peers: Collection[str]) -> bool:
+        """Return whether BF16 eager is alive and another peer is there to compare times with."""
+        others = [name for name in peers if name in self.variants and name != EAGER]
+        return self.goes_without_eager and EAGER in alive and bool(others)
+
+    def _without_eager(self, case: TrainingWork, subjects: dict[str, Subject]) -> None:
+        """Let go of BF16 eager, the largest: it was compared with, or its results are kept."""
+        self.note(f"{case}: {EAGER} is not timed: out of memory beside the others")
         del subjects[EAGER]
         gc.collect()
         torch.cuda.empty_cache()
-        return self._in_turn(case, subjects)
 
     def _in_turn(self, case: TrainingWork, subjects: Mapping[str, Subject]) -> dict[str, Timing]:
         return timer.time_calls(
@@ -237,7 +257,7 @@ class TrainingBench:
             role = "peer" if name in self.variants else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
-                subjects[name], probes[name] = self._probe(make(name))
+                subjects[name], probes[name] = self._made(name, case, make(name), subjects)
             except Exception as error:
                 if name == EAGER:
                     raise

@@ -7,6 +7,7 @@ the same fp32 parameters and the same optimizer, where the case names no other f
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -177,9 +178,10 @@ class StepSubject(Subject):
         return self.step.gradient(*self.micros[0])
 
     def capture(self) -> Callable[[], object]:
-        self.graphed = GraphedStep(self.step)
+        graphed = GraphedStep(self.step)
         for _ in range(_WARM):
-            self._replay()
+            graphed(self.micros)
+        self.graphed = graphed
         return self._replay
 
     def _replay(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,6 +263,9 @@ class BlockSubject(Subject):
             yield self.x.grad
 
     def capture(self) -> Callable[[], object]:
+        # Graphs of earlier calls that wait for the collector hold the nodes that add up gradients,
+        # on the stream of those calls: one that is captured may not wait for it.
+        gc.collect()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -335,6 +340,7 @@ def probe(make: Callable[[], Subject], device: torch.device) -> tuple[Subject, P
     subject.call()
     peak = _peak(subject.call, device) - base
     activation = _peak(subject.accumulate, device) - base - _bytes(subject.standing())
+    subject.forget()
     return subject, Probe(outputs, first_s, peak, activation)
 
 
