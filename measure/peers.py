@@ -237,16 +237,19 @@ def _copy(nbytes: int, device: torch.device) -> Thunk:
     return lambda: torch.bitwise_not(source, out=target)
 
 
-def elementwise(eager_fn: Thunk, nbytes: int, device: torch.device) -> dict[str, Factory]:
+def elementwise(eager_fn: Thunk | None, nbytes: int, device: torch.device) -> dict[str, Factory]:
     """Return the peers of a memory-bound op.
 
     Args:
-        eager_fn: the op in torch operations, on one set of inputs that it closes over.
+        eager_fn: the op in torch operations, on one set of inputs that it closes over; None where
+            it has none.
         nbytes: the bytes that the op must move, inputs and outputs together.
     """
-    found: dict[str, Factory] = {"eager": lambda: eager_fn}
-    if device.type == "cuda":
-        found["compile"] = lambda: _compiled(eager_fn)
+    found: dict[str, Factory] = {}
+    if eager_fn is not None:
+        found["eager"] = lambda: eager_fn
+        if device.type == "cuda":
+            found["compile"] = lambda: _compiled(eager_fn)
     found["copy"] = lambda: _copy(nbytes, device)
     return found
 

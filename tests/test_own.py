@@ -544,6 +544,16 @@ def test_paths_that_the_variable_cannot_hold(here):
     assert loaded.files() == ()
 
 
+def test_an_op_without_eager_is_timed_beside_a_copy(here):
+    """What its kernel is compared with in time is no part of what makes it right."""
+    text = (EXAMPLES / "row_logsumexp.py").read_text().replace("    def eager(", "    def other(")
+    (here / "own.py").write_text(text)
+    words = ["--m", "64", "--n", "32", "--device", "cpu", "--rounds", "2", "-o", "rows.json"]
+    aside("bench", "row_logsumexp", "--load", "own.py", *words)
+    rows = json.loads((here / "rows.json").read_text())["rows"]
+    assert [(row["kernel"], row["ms"] > 0) for row in rows] == [("torch", True), ("copy", True)]
+
+
 @pytest.mark.gpu
 @pytest.mark.quiet
 @pytest.mark.parametrize(("name", "m", "n"), [("softmax", 8192, 16384), ("matmul", 8192, 8192)])
