@@ -2,6 +2,7 @@
 
 In BF16 the logits are turned into their gradient where they are. In INT8 the gradient's codes, both
 ways, lie beside them, two bytes per logit: of a part of the rows at a time, where there are many.
+In parts, forward makes the gradient of a mean loss at once, and no logits are kept.
 """
 
 from __future__ import annotations
@@ -127,6 +128,97 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
             ctx.tied.put(dw)
             dw = None
         return dx, dw, *[None] * 9
+
+
+class _Int8MeanInParts(torch.autograd.Function):
+    """The mean loss of codes, with its gradient in forward: of a part of the rows at a time.
+
+    Backward multiplies that by what the mean's own gradient is. Tensors are those of
+    `_Int8LinearCrossEntropy`; `learns` says whether a backward follows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        valid: int,
+        tied: TiedGradient | None,
+        block: Block,
+        seeds: torch.Tensor | None,
+        learns: bool,
+        *codes: torch.Tensor,
+    ) -> torch.Tensor:
+        w = Quantized.of(codes, "both", block)
+        share = (targets != IGNORED).sum().float().reciprocal()
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        dxs: list[torch.Tensor] = []
+        dw = None
+        parts, size = sizes.head_parts(x.shape[0], weight.shape[0], whole=False)
+        for i in range(parts):
+            part, its = x[i * size : (i + 1) * size], targets[i * size : (i + 1) * size]
+            a = int8_quantize(part, block=block, layout="both" if learns else "q")
+            logits = times_weight(a, w, out=FLOATS[x.dtype])
+            loss, lse = cross_entropy(logits, its, valid=valid)
+            total += loss.sum()
+            g = None
+            if learns:
+                assert seeds is not None
+                g = int8_cross_entropy_backward(
+                    logits,
+                    its,
+                    lse,
+                    share.expand(its.shape[0]).contiguous(),
+                    block=block,
+                    valid=valid,
+                    rounding="stochastic",
+                    layout="both",
+                    seed=seeds[i : i + 1],
+                )
+            del logits  # else the next part's stand beside them
+            if g is not None and ctx.needs_input_grad[0]:
+                dxs.append(times_weight(g, w.t, out=FLOATS[x.dtype]))
+            if g is not None and ctx.needs_input_grad[1]:
+                dw = int8_gemm(g.t, a.t, out="fp32", c=dw)
+            del g
+        ctx.weight_dtype, ctx.tied = weight.dtype, tied
+        ctx.save_for_backward(torch.cat(dxs) if dxs else None, dw)
+        return total * share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, dw = (None if t is None else t * grads[0] for t in ctx.saved_tensors)
+        dw = None if dw is None else dw.to(ctx.weight_dtype)
+        if ctx.tied is not None and dw is not None:
+            ctx.tied.put(dw)
+            dw = None
+        return dx, dw, *[None] * 10
+
+
+def mean_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    valid: int,
+    tied: TiedGradient | None,
+    codes: Quantized,
+    training: bool,
+) -> torch.Tensor:
+    """Return the mean of `linear_cross_entropy` over the targets that count, in nats, fp32.
+
+    Arguments are its own. Logits and their gradient's codes take 4 bytes for each of a part's, and
+    nothing per logit is kept; the gradients of x and of the weight are, from forward on.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        parts, _ = sizes.head_parts(x.shape[0], weight.shape[0], whole=False)
+        seeds = keys_for_backward(parts, x.device, training)
+        learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        found: torch.Tensor = _Int8MeanInParts.apply(
+            x, weight, targets, valid, tied, codes.block, seeds, learns, *codes.tensors
+        )
+        return found
 
 
 @checked

@@ -14,6 +14,8 @@ from jetfire.ops.int4_gemm import MOST_K
 Gradient = Literal["sampled", "split", "nearest"]
 # Bits of what backward keeps of a number of a layer's input.
 Kept = Literal[8, 4]
+# How the head's loss and its gradient are made: of all logits, or of a part of the rows at a time.
+Logits = Literal["whole", "parts"]
 GROUPS = get_args(Group)
 
 
@@ -97,6 +99,8 @@ class Recipe:
             layers are converted one by one: nothing flows between them in INT8.
         kept: bits of what INT8 layers keep of an input for their weight's gradient: 8, the codes
             that are multiplied; or 4, rounded so that the gradient stays right in the mean.
+        logits: of a `head` in INT8, whether its logits stand whole between forward and backward, or
+            the loss and its gradient are made of them in parts, in forward.
     """
 
     name: str
@@ -106,10 +110,13 @@ class Recipe:
     int4: Int4 | None = None
     fallback: float | None = None
     kept: Kept = 8
+    logits: Logits = "whole"
 
     def __post_init__(self) -> None:
         if checked_kept(self.kept, self.fallback) == 4 and self.block is None:
             raise UsageError(f"kept=4 with recipe={self.name}: expected an INT8 recipe")
+        if self.logits == "parts" and self.head is None:
+            raise UsageError(f"logits=parts with recipe={self.name}: expected a head in INT8")
         if self.flow is None and self.fallback is None:
             object.__setattr__(self, "flow", self.block)
 
@@ -149,12 +156,13 @@ def get(
     block: Block | None = None,
     flow: Block | None = None,
     head: Block | Literal["bf16"] | None = None,
+    logits: Logits | None = None,
 ) -> Recipe:
     """Return the recipe of a name.
 
     Args:
         group: in place of that of an INT4 recipe.
-        block, flow, head: in place of those of an INT8 recipe.
+        block, flow, head, logits: in place of those of an INT8 recipe.
 
     Raises:
         UsageError: there is none, or it has no groups, or no blocks.
@@ -162,7 +170,7 @@ def get(
     if name not in RECIPES:
         raise unknown(f"no recipe {name!r}", name, RECIPES)
     recipe = RECIPES[name]
-    sides: dict[str, Any] = {"block": block, "flow": flow, "head": head}
+    sides: dict[str, Any] = {"block": block, "flow": flow, "head": head, "logits": logits}
     sides = {field: side for field, side in sides.items() if side is not None}
     for field, side in sides.items():
         if recipe.block is None:

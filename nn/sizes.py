@@ -15,17 +15,25 @@ from jetfire.ops.adamw8 import GROUP, scales
 # fewer rows: to add to the weight's gradient, part by part, moves 8 bytes per element. For parts of
 # 4096 rows that is, by an H200's rates, up to a quarter of the product's time; for 8192 an eighth.
 LOGITS, ROWS = 2**28, 8192
+# Rows of a part where no logits stand whole. By the rates above, what is added moves as long as
+# half of that product takes, which is a third of the head's.
+ROWS_IN_PARTS = 2048
 # Numbers of a moment in codes at least, as in Dettmers et al. (arXiv 2110.02861): fewer need not be
 # small.
 LEAST_MOMENT = 4096
 
 
-def head_parts(rows: int, vocabulary: int) -> tuple[int, int]:
+def head_parts(rows: int, vocabulary: int, whole: bool = True) -> tuple[int, int]:
     """Return in how many parts that backward takes the rows, and the rows of each but the last.
 
     Parts begin where blocks of any side do.
+
+    Args:
+        whole: whether logits stand whole.
     """
     parts = max(1, min(ceil_div(rows * vocabulary, LOGITS), rows // ROWS))
+    if not whole:
+        parts = max(1, rows // ROWS_IN_PARTS)
     side = max(get_args(Block))
     size = max(1, ceil_div(rows, parts * side)) * side
     return max(1, ceil_div(rows, size)), size

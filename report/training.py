@@ -44,6 +44,7 @@ class TrainingProblem(TypedDict):
     heads: NotRequired[Size]
     kv_heads: NotRequired[Size]
     hidden: NotRequired[Size]
+    logits: NotRequired[Line]
     optimizer: NotRequired[Line]
     weights: NotRequired[Line]
 
@@ -71,7 +72,8 @@ def problem_text(row: Row) -> str:
     micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""
     layers = f"{p['layers']} layers" if "layers" in p else "one block"
     gated = f" ({p['hidden']}, {p['kv_heads']} of {p['heads']} heads)" if "hidden" in p else ""
-    state = "".join(f", {name} {p[name]}" for name in ("optimizer", "weights") if name in p)
+    named = (name for name in ("logits", "optimizer", "weights") if name in p)
+    state = "".join(f", {name} {p[name]}" for name in named)
     tokens = f"{p['batch']}×{p['context']} tokens"
     return f"{layers} of width {p['width']}{gated}, {micros}{tokens}{state}"
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jetfire.nn import Int8Block, Stream, linear_cross_entropy, sizes
+from jetfire.nn import Int8Block, Stream, TiedGradient, linear_cross_entropy, sizes
+from jetfire.nn.loss import mean_linear_cross_entropy
 from jetfire.nn import loss as loss_module
 from jetfire.ops import int8_quantize
 
@@ -142,6 +143,59 @@ def test_the_head_s_gradient_is_of_all_parts(keys, short_parts, rows, size):
         sums += more
         keys[0] += 1
     torch.testing.assert_close(dw, sums, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1024, 256), (900, 384)])
+def test_a_mean_in_parts_is_that_of_all_rows(keys, monkeypatch, rows, size):
+    """Its gradients are those of each part's losses, times the mean's own gradient."""
+    monkeypatch.setattr(sizes, "ROWS_IN_PARTS", 256)
+    torch.manual_seed(0)
+    x, weight, targets, codes, _ = head(rows, 40, 200)
+    loss = mean_linear_cross_entropy(x, weight, targets, 200, None, codes, True)
+    dx, dw = torch.autograd.grad(loss, (x, weight), torch.tensor(0.5))
+    count = (targets != -100).sum()
+    total, sums = torch.zeros(()), torch.zeros_like(weight)
+    for begin in range(0, rows, size):
+        part = slice(begin, begin + size)
+        own = x.detach()[part].requires_grad_()
+        of_part = linear_cross_entropy(own, weight, targets[part], 200, codes=codes)
+        total += of_part.detach().sum()
+        share = count.float().reciprocal().expand(len(of_part)).contiguous()
+        expected, more = torch.autograd.grad(of_part, (own, weight), share)
+        assert torch.equal(dx[part], expected * 0.5)
+        sums += more
+        keys[0] += 1
+    torch.testing.assert_close(loss, total / count)
+    torch.testing.assert_close(dw, sums * 0.5, rtol=1e-5, atol=1e-8)
+
+
+def test_a_mean_in_parts_keeps_nothing_per_logit(monkeypatch):
+    """At the peak a part's logits and their gradient's codes stand, in evaluation logits alone."""
+    monkeypatch.setattr(sizes, "ROWS_IN_PARTS", 256)
+    torch.manual_seed(0)
+    rows, width, vocabulary = 1024, 32, 2048
+    x, weight, targets, codes, _ = head(rows, width, vocabulary)
+    given = x, weight, targets, vocabulary, None, codes
+    gradients = (2 * 2 / vocabulary + 2 * 4 / rows) * width  # as above; dw's sum is made anew
+    for wide, training in ((2 + 2, True), (2, False)):
+        with Held() as held, torch.set_grad_enabled(training):
+            loss = mean_linear_cross_entropy(*given, training)
+            peak, kept = held.peak / (rows * vocabulary), held.now / (rows * vocabulary)
+        assert wide / 4 <= peak <= wide / 4 + gradients + 0.01
+        assert kept <= gradients
+        assert loss.requires_grad == training
+
+
+def test_a_mean_in_parts_makes_no_gradient_that_nobody_asks_for():
+    x, weight, targets, codes, _ = head(256, 40, 200)
+    tied = TiedGradient()
+    given = targets, 200, tied, codes, True
+    mean_linear_cross_entropy(x, weight.detach(), *given).backward()
+    assert x.grad is not None
+    assert tied.take() is None
+    mean_linear_cross_entropy(x.detach(), weight, *given).backward()
+    assert weight.grad is None
+    assert tied.take().shape == weight.shape
 
 
 def test_the_head_s_peak(short_parts):

@@ -1,6 +1,7 @@
 """`jetfire train plan` beside what was measured, and beside what torch's operators allocate."""
 
 import gzip
+import dataclasses
 import itertools
 import json
 import math
@@ -158,13 +159,14 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     assert found + on_cpu == pytest.approx(held.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("head", ["recipe", "bf16"])
+@pytest.mark.parametrize("head", [{}, {"head": "bf16"}, {"logits": "parts"}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_in_bf16_hold_what_is_counted(shape, head, monkeypatch):
     """And what stands: weights of two bytes, but for the vectors'."""
+    monkeypatch.setattr("jetfire.nn.sizes.ROWS_IN_PARTS", 128)
     changes, vocabulary = SHAPES[shape]
-    narrow = {"optimizer": "adamw8", "weights": "bf16", "head": head, "graph": "false"}
-    settings = make("tiny", {**TINY, **changes, "recipe": "int8", **narrow})
+    narrow = {"optimizer": "adamw8", "weights": "bf16", "graph": "false"}
+    settings = make("tiny", {**TINY, **changes, "recipe": "int8", **narrow, **head})
     model, step, micros = made(monkeypatch, settings, vocabulary)
     weights = sum(p.nbytes for p in model.parameters())
     assert memory.needs(settings, vocabulary).parts["weights"] == weights
@@ -173,6 +175,25 @@ def test_weights_in_bf16_hold_what_is_counted(shape, head, monkeypatch):
     moments = memory._moments(counted(settings, vocabulary), weights, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments)
     assert found == pytest.approx(held.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", ["gpt2, tokens", "gpt2, logits", "llama, grouped"])
+def test_logits_in_parts_hold_what_is_counted(shape, monkeypatch):
+    monkeypatch.setattr("jetfire.nn.sizes.ROWS_IN_PARTS", 128)
+    base, changes, vocabulary = FAMILIES[shape]
+    more = {"recipe": "int8", "logits": "parts", "graph": "false"}
+    settings = make("tiny", {**base, **changes, **more})
+    _, step, micros = made(monkeypatch, settings, vocabulary)
+    with Held() as held:
+        step(micros)
+    expected = counted(settings, vocabulary)
+    whole = memory._weight_bytes(settings, settings.shape(vocabulary))
+    moments = memory._moments(expected, whole, settings.accumulate > 1)
+    found = max(math.fsum(parts.values()) for _, parts in moments) + expected.remade
+    assert found == pytest.approx(held.peak, rel=0.03)
+    if shape == "gpt2, logits":
+        whole_logits = counted(dataclasses.replace(settings, logits="whole"), vocabulary)
+        assert expected.parts[-1].kept < 0.7 * whole_logits.parts[-1].kept
 
 
 @pytest.mark.parametrize("shape", ["gpt2, tokens", "gpt2, logits", "llama, grouped"])

@@ -370,6 +370,7 @@ RESUMED = [
     {"recipe": "bf16", **LLAMA},
     {"recipe": "int8-block32", **LLAMA},
     {"recipe": "int8-block32", "head": "32", **LLAMA, "tied": "true"},
+    {"recipe": "int8-block32", "head": "32", "logits": "parts"},
     {"recipe": "int4-hq-lss", **LLAMA},
 ]
 

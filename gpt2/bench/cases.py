@@ -211,7 +211,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "tiny-llama": {"vocabulary": 256},
 }
 # What a step's recipes hold beside gradients, as training has it; the peers' is torch's AdamW.
-STATE = ("optimizer", "weights")
+STATE = ("logits", "optimizer", "weights")
 _STEPS = {"gpt2": StepProblem, "llama": LlamaStepProblem}
 # What `jetfire.models.sources` reads.
 OTHER_MODELS = ", hf:NAME, a config.json or MODULE:FUNCTION"

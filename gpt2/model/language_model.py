@@ -25,6 +25,7 @@ from jetfire.nn import (
     recipes,
     tied_embedding,
 )
+from jetfire.nn.loss import mean_linear_cross_entropy
 from jetfire.nn.products import Int8Weights, QuantisedWeight
 from jetfire.nn.recipes import Recipe
 from jetfire.reference.cross_entropy import IGNORED
@@ -158,10 +159,10 @@ class LanguageModel(nn.Module, Int8Weights):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         side = self.recipe.head
         codes = None if side is None else self._head_codes.of(weight, side)
-        rows = linear_cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), valid, tied, codes, self.training
-        )
-        return rows.sum() / (targets != IGNORED).sum()
+        given = x.flatten(0, 1), weight, targets.flatten(), valid, tied
+        if codes is not None and self.recipe.logits == "parts":
+            return mean_linear_cross_entropy(*given, codes, self.training)
+        return linear_cross_entropy(*given, codes, self.training).sum() / (targets != IGNORED).sum()
 
     def int8_weights(self) -> list[tuple[torch.Tensor, QuantisedWeight, problem.Block]]:
         """Return the head's weight with its codes and block, where it multiplies in INT8."""

@@ -190,6 +190,9 @@ def head_of(s: Sizes, recipe: Recipe, loose: float = 0.0) -> Head:
     if recipe.head is None:
         return Head(_head(s, 4 if recipe.block is None else 2, loose), 0.0, scores + 2 * s.table)
     code = code_bytes(recipe.head)
+    if recipe.logits == "parts":
+        part = _head_in_parts(s, code, loose)
+        return Head(part, 2 * code * s.table, 2.0 * _rows_of_part(s) * s.shape.rows)
     return Head(_int8_head(s, code, loose), 2 * code * s.table, scores)
 
 
@@ -218,3 +221,16 @@ def _int8_head(s: Sizes, code: float, loose: float) -> Part:
     codes = 2 * code * min(s.tokens, most) * s.shape.rows
     kept = (2 + code) * s.x + 2 * s.logits
     return Part("head", kept, (Moment(0, 2 * s.x + codes, 4 * s.table),), loose=loose)
+
+
+def _head_in_parts(s: Sizes, code: float, loose: float) -> Part:
+    """Return `mean_linear_cross_entropy`: forward makes the gradients, and backward scales them."""
+    kept = (2 + 2) * s.x + 4 * s.table  # x, dx and the table's gradient
+    of_part = (2 + 2 * code) * _rows_of_part(s) * s.shape.rows
+    moments = (Moment(0, 2 * s.x, 4 * s.table), Moment(2 * s.x + 4 * s.table, 0, 4 * s.table))
+    return Part("head", kept, moments, of_part, loose)
+
+
+def _rows_of_part(s: Sizes) -> int:
+    _, most = head_parts(s.tokens, s.shape.rows, whole=False)
+    return min(s.tokens, most)

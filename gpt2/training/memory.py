@@ -152,13 +152,16 @@ def _narrowed(held: Held, s: Sizes, recipe: Recipe, again: bool) -> Held:
             more = moment.more + (own if again else 0.0)
             moments.append(replace(moment, more=more, made=moment.made / 2))
         found.append(replace(part, moments=tuple(moments)))
-    (moment,) = head.moments
+    first, *rest = head.moments
     if recipe.head is None:  # reads the table itself, not a copy
         head = replace(head, kept=head.kept - 2 * s.table)
-        of_head = [replace(moment, made=2.0 * s.table)]
+        of_head = [first]
+    elif recipe.logits == "parts":  # the sum and what it is multiplied by, before that is narrowed
+        of_head = [replace(first, more=first.more + 4.0 * s.table), *rest]
     else:
-        beside = (moment.more + 2 * s.table, 2 * s.x + 4.0 * s.table)
-        of_head = [replace(moment, more=more, made=2.0 * s.table) for more in beside]
+        beside = (first.more + 2 * s.table, 2 * s.x + 4.0 * s.table)
+        of_head = [replace(first, more=more) for more in beside]
+    of_head = [replace(moment, made=2.0 * s.table) for moment in of_head]
     (moment,) = ids.moments
     positions = moment.made / 2
     of_ids = replace(moment, more=2 * s.x + 4.0 * s.table + positions, made=positions)

@@ -27,7 +27,7 @@ GIB = 2.0**30
 # Tokens by tokenizer, and by the text whose characters are known.
 _VOCABULARIES = {"byte": 256, "gpt2": tokenizers.GPT2_VOCABULARY, "shakespeare-char": 65}
 _MICROS = 1 << 16  # of a step at most, as `Settings` bounds them
-_OWN: dict[str, Any] = dict.fromkeys(("group", "block", "flow", "head"), "recipe")
+_OWN: dict[str, Any] = dict.fromkeys(("group", "block", "flow", "head", "logits"), "recipe")
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,13 @@ _PRESETS = {
 # A run's file of them, and what that has beside them.
 SETTINGS, PROCESSES = "settings.json", "processes"
 # What --resume may change: the rest would make it another run.
-PRECISION = ("recipe", "group", "block", "flow", "optimizer", "weights")
+PRECISION = ("recipe", "group", "block", "flow", "logits", "optimizer", "weights")
 PACE = ("steps", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "watch")
 MANNER = ("compile", "graph", "deterministic", "parallel")
 CHANGEABLE = frozenset({*PRECISION, *PACE, *MANNER})
 # What earlier versions, which knew nothing else, did not say.
 EARLIER: dict[str, Any] = {"family": "gpt2", "kv_heads": 0, "hidden": 0, "tied": True}
-EARLIER |= {"optimizer": "adamw", "weights": "fp32", "outliers": 0.0}
+EARLIER |= {"optimizer": "adamw", "weights": "fp32", "outliers": 0.0, "logits": "recipe"}
 
 # Looks at layers in a run: their lines are 170 MB of the 256 that are read of a log.
 MOST_LOOKS = 500_000
@@ -97,6 +97,8 @@ class Settings:
         group: of an INT4 recipe's Hadamard transforms, in place of its own.
         block, flow, head: of an INT8 recipe's products, of the flow between and of the output
             head's products, in place of its own.
+        logits: whether the logits of a head in INT8 stand whole, or the loss and its gradient are
+            made of them in parts, in place of the recipe's own.
         floor: the rate at the end of the cosine, as a fraction of `rate`.
         warmup: steps in which the rate rises linearly.
         optimizer: AdamW with moments in fp32, or in 8 bits.
@@ -125,6 +127,7 @@ class Settings:
     block: Side = "recipe"
     flow: Side = "recipe"
     head: Literal["recipe", "bf16", "32", "64", "128"] = "recipe"
+    logits: Literal["recipe", "whole", "parts"] = "recipe"
     context: Context = 1024
     dropout: Dropout = 0.0
     family: Family = "gpt2"
@@ -207,7 +210,7 @@ class Settings:
         """
         chosen: dict[str, Any] = {
             name: int(value) if value.isdecimal() else value
-            for name in ("block", "flow", "head", "group")
+            for name in ("block", "flow", "head", "logits", "group")
             if (value := getattr(self, name)) != "recipe"
         }
         return recipes.get(self.recipe, **chosen)
