@@ -1,7 +1,6 @@
 """Without a GPU the Triton kernels run on Triton's interpreter, which must be chosen on import."""
 
 import gc
-import inspect
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 
 from jetfire.core.interpreter import hold_to_tensors
+from jetfire.tests.quick_interpreter import quicken
 
 # What a script runs in the background ignores Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -34,30 +34,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _remember_builtins() -> None:
-    """Have Triton's interpreter list the builtins of its language once.
-
-    It lists them at every call of a jit function, also of one by another, to replace those that
-    are not yet replaced: a third of the time that interpreted kernels take.
-    """
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    builtins: dict[Any, list[tuple[str, Any]]] = {}
-
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        if package not in builtins:
-            builtins[package] = inspect.getmembers(package, is_builtin)
-        for name, member in builtins[package]:
-            if getattr(package, name) is member:
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    assert callable(interpreter._patch_builtin)
-    interpreter._patch_builtin = patch
-
-
 if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
-    _remember_builtins()
+    quicken()
     hold_to_tensors()
 
 # Modules and tests are no garbage: looking for some while they are loaded takes 5 s per process.

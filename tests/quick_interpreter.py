@@ -1,0 +1,117 @@
+"""Triton's interpreter without what it works out again at every operation.
+
+A kernel computes what it did: what is left out is how the interpreter gets there. Of an interpreted
+test's time the operations themselves are a tenth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from functools import cache
+from operator import index
+from types import FunctionType
+from typing import Any
+
+
+def quicken() -> None:
+    """Have Triton's interpreter remember its builtins, dtypes, block types and shapes."""
+    _remember_builtins()
+    _remember_dtypes()
+    _remember_shapes()
+    _skip_overflow_checks()
+
+
+def _remember_builtins() -> None:
+    """List the builtins of the language once, and replace them once per launch.
+
+    The interpreter does both at every call of a jit function, also of one by another.
+    """
+    from triton import language as tl
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    builtins: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            builtins[package] = inspect.getmembers(package, is_builtin)
+        for name, member in builtins[package]:
+            if getattr(package, name) is member:
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    @cache
+    def languages(function: FunctionType) -> list[Any]:
+        seen = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        return [value for value in seen if value in (tl, tl.core)]
+
+    def patch_language(function: FunctionType) -> Any:
+        if any(is_builtin(language.load) for language in languages(function)):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    assert callable(interpreter._patch_builtin)
+    interpreter._patch_builtin = patch_builtin
+    patch, interpreter._patch_lang = interpreter._patch_lang, patch_language
+
+
+def _remember_dtypes() -> None:
+    """Keep NumPy's dtype of each of Triton's, for which the interpreter makes a table per call."""
+    from triton.runtime import interpreter
+
+    dtypes: dict[str, Any] = {}
+    find = interpreter._get_np_dtype
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find(dtype)
+        return dtypes[name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _remember_shapes() -> None:
+    """Keep the fields of each block type, and the shape that its tensors have of constants."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *map(index, shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def broadcast(self: Any, first: Any, second: Any) -> Any:
+        if first.shape is second.shape:
+            return first, second
+        return make_alike(self, first, second)
+
+    core.block_type.__init__ = block
+    core.tensor.__init__ = tensor
+    make_alike, TritonSemantic.broadcast_impl_value = TritonSemantic.broadcast_impl_value, broadcast
+
+
+def _skip_overflow_checks() -> None:
+    """Leave out each integer operation's second computation, in 64 bits.
+
+    It is for an assertion that a kernel makes only where it is debugged.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
