@@ -6,6 +6,7 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.launch import choose, verify
+from jetfire.kernels_cpu.common import integers
 
 CPU = torch.device("cpu")
 FIELDS = {
@@ -37,6 +38,15 @@ CASES = [
     for name, found in FIELDS.items()
     for fields in found
 ]
+
+
+@pytest.mark.parametrize("k", [0, 1, 32, 2000])
+def test_products_of_codes_are_torch_s(k):
+    """Of all codes, -128 too; torch's own INT8 product takes no K of 0, and errs for 1."""
+    a, b = torch.randint(-128, 128, (2, 37, k), dtype=torch.int8)
+    a[0], b[0] = -128, -128
+    expected = torch._int_mm(a, b.t().contiguous()) if k > 1 else a.int() @ b.int().t()
+    assert torch.equal(integers(a, b), expected)
 
 
 def layouts(op):

@@ -1,4 +1,4 @@
-"""The per-block INT8 GEMM on the CPU: torch's own integer product for each block of K."""
+"""The per-block INT8 GEMM on the CPU: the exact product of each block of K, scaled and added up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The INT4 GEMM on the CPU: torch's own integer product of codes in bytes."""
+"""The INT4 GEMM on the CPU: the exact product of codes in bytes."""
 
 from __future__ import annotations
 
