@@ -24,10 +24,12 @@ STREAM_UNPACKING = 5
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return high and low words of a·b for 32-bit a, b in int64, which the product overflows."""
-    low = (a & 0xFFFF) * b
-    high = (a >> 16) * b + (low >> 16)
-    return high >> 16, ((high << 16) | (low & 0xFFFF)) & _MASK
+    """Return high and low words of a·b for a in [2^31, 2^32) and b of 32 bits in int64.
+
+    (a − 2^32)·b is what int64 holds; the rest of the product adds b to its high word.
+    """
+    product = (a - (1 << 32)) * b
+    return (product >> 32) + b, product & _MASK
 
 
 def philox4x32(
