@@ -32,6 +32,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # torch's own keeps a traceback for each kind of device that it may find later: 2.5 ms.
+    torch.manual_seed = torch.default_generator.manual_seed
 
 
 if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
