@@ -1,7 +1,7 @@
 """`jetfire audit`: registers, spills and matrix instructions of GPU kernels, on any machine.
 
 Run as a module it prints JSON lines: with ``--specs`` for each line of standard input what
-`audit_spec` says of it, else the audits, disassembly and all, of ``OP KERNEL ARCH [FIELD=VALUE…]``
+`audit_specs` says of it, else the audits, disassembly and all, of ``OP KERNEL ARCH [FIELD=VALUE…]``
 (fields of the config as ``config.FIELD=VALUE``).
 """
 
@@ -19,7 +19,7 @@ from jetfire.core import broken, registry, terminal
 from jetfire.core.device import Device, capability_of, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
-from jetfire.core.machine_code import audit
+from jetfire.core.machine_code import Audit, Cubin, audit, audits
 from jetfire.measure.plan import Case
 from jetfire.report import output
 from jetfire.report.table import Table
@@ -46,7 +46,6 @@ def run(
     Raises:
         UsageError: no kernel has machine code for any of it.
     """
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     work = []
     reasons: dict[str, None] = {}
     for case, device in product(cases, devices):
@@ -58,12 +57,17 @@ def run(
                 reasons[f"{kernel.name}: {reason}"] = None
             else:
                 work.append((case, device, kernel))
+    compiled: list[tuple[Case, Device, Kernel, Cubin]] = []
     try:
         for case, device, kernel in watch(
             work, lambda item: f"{item[1].name} {item[2].name}: {item[0]}", PAUSE_S
         ):
-            found[case] += _rows(case, kernel, device)
+            compiled += [(case, device, kernel, one) for one in _cubins(case, kernel, device)]
     finally:  # after Ctrl-C too
+        found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
+        audited = audits([cubin for *_, cubin in compiled])
+        for (case, device, kernel, _), one in zip(compiled, audited, strict=True):
+            found[case].append(_row(device, kernel, one))
         rows = [
             {"op": case.op.name, "problem": case.problem.as_dict(), **row}
             for case, part in found.items()
@@ -94,57 +98,66 @@ def _tables(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> dict[str, Tabl
     return tables
 
 
-def _rows(case: Case, kernel: Kernel, device: Device) -> list[dict[str, Any]]:
-    """Return what `COLUMNS` names of each function that a kernel's default config launches."""
+def _cubins(case: Case, kernel: Kernel, device: Device) -> Sequence[Cubin]:
+    """Return the machine code of each function that a kernel's default config launches."""
     assert device.capability is not None
     config = kernel.default(case.problem, device)
     with broken.compiling(case.op.name, kernel.name, device.name):
-        cubins = kernel.cubins(case.problem, config, device.capability) or ()
-    rows = []
-    for cubin in cubins:
-        found = audit(cubin)
-        matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
-        values = (
-            device.name,
-            kernel.name,
-            found.name,
-            found.registers,
-            found.spills,
-            found.shared_bytes,
-            found.warps,
-            sum(found.instructions.values()),
-            " ".join(matrix),
-        )
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
-    return rows
+        return kernel.cubins(case.problem, config, device.capability) or ()
 
 
-def audit_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """The audits of one kernel's default config, without their machine code.
+def _row(device: Device, kernel: Kernel, found: Audit) -> dict[str, Any]:
+    """Return what `COLUMNS` names of a function."""
+    matrix = [f"{name} {n}" for name, n in found.instructions.items() if name in MATRIX]
+    values = (
+        device.name,
+        kernel.name,
+        found.name,
+        found.registers,
+        found.spills,
+        found.shared_bytes,
+        found.warps,
+        sum(found.instructions.values()),
+        " ".join(matrix),
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def audit_specs(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the audits of kernels' default configs, without their machine code.
 
     Args:
-        spec: ``{"op": …, "kernel": …, "capability": [major, minor], "problem": {field: value}}``.
+        specs: ``{"op": …, "kernel": …, "capability": [major, minor], "problem": {field: value}}``.
 
     Returns:
-        The spec with ``"config"`` and ``"audits"``, or with ``"refused"``: the kernel's own reason.
+        Each spec with ``"config"`` and ``"audits"``, or with ``"refused"``, the kernel's reason.
     """
-    capability = (spec["capability"][0], spec["capability"][1])
-    problem = registry.get(spec["op"]).Problem.parse(spec["problem"])
-    kernel = registry.get_kernel(spec["op"], spec["kernel"])
-    device = target_device(capability)
-    config = kernel.default(problem, device)
-    if (reason := kernel.legal(problem, config, device)) is not None:
-        return {**spec, "refused": reason}
-    audits = [asdict(audit(c)) for c in kernel.cubins(problem, config, capability) or ()]
-    for found in audits:
-        del found["sass"]
-    return {**spec, "config": config.as_dict(), "audits": audits}
+    answers: list[dict[str, Any]] = []
+    compiled: list[tuple[list[dict[str, Any]], Cubin]] = []
+    for spec in specs:
+        capability = (spec["capability"][0], spec["capability"][1])
+        problem = registry.get(spec["op"]).Problem.parse(spec["problem"])
+        kernel = registry.get_kernel(spec["op"], spec["kernel"])
+        device = target_device(capability)
+        config = kernel.default(problem, device)
+        if (reason := kernel.legal(problem, config, device)) is not None:
+            answers.append({**spec, "refused": reason})
+            continue
+        of_spec: list[dict[str, Any]] = []
+        answers.append({**spec, "config": config.as_dict(), "audits": of_spec})
+        cubins = kernel.cubins(problem, config, capability) or ()
+        compiled += [(of_spec, cubin) for cubin in cubins]
+    audited = audits([cubin for _, cubin in compiled])
+    for (of_spec, _), found in zip(compiled, audited, strict=True):
+        of_spec.append(asdict(found))
+        del of_spec[-1]["sass"]
+    return answers
 
 
 def main(arguments: list[str]) -> None:
     if arguments == ["--specs"]:
-        for line in sys.stdin:
-            print(json.dumps(audit_spec(json.loads(line))), flush=True)
+        for answer in audit_specs([json.loads(line) for line in sys.stdin]):
+            print(json.dumps(answer))
         return
     op_name, kernel_name, arch, *fields = arguments
     pairs = dict(field.split("=", 1) for field in fields)

@@ -140,7 +140,9 @@ def filled(monkeypatch, shipped):
 
     values = ("sm_80", "mma", "gemm_mma", 255, 0, 229376, 8, 4096, "IMMA 512")
     row = dict(zip(audit.COLUMNS, values, strict=True))
-    monkeypatch.setattr(audit, "_rows", lambda *_: [row])
+    monkeypatch.setattr(audit, "_cubins", lambda *_: [None])
+    monkeypatch.setattr(audit, "audits", list)
+    monkeypatch.setattr(audit, "_row", lambda *_: row)
 
 
 @pytest.mark.parametrize("form", ["json", "csv", "md"])
