@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ QUANTIZE = registry.get("quantize")
 CASE = Case(QUANTIZE, QUANTIZE.Problem.parse({"m": 64, "n": 64, "block": 32}))
 
 
+@cache
+def tried(how):
+    """What `Ncu.begun` returns, once for each way that the stand-in fares: torch loads for it."""
+    assert os.environ.get("FAKE_NCU", "wide") == how
+    return Ncu._tried("cpu")
+
+
 @pytest.fixture
 def ncu_on_path(tmp_path, monkeypatch):
     """Put the stand-in on the PATH; what is given to it stands in the file that is returned."""
@@ -40,7 +48,7 @@ def ncu_on_path(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_NCU_LOG", str(tmp_path / "log"))
     monkeypatch.setattr(ncu, "check", lambda device: None)
-    monkeypatch.setattr(Ncu, "begun", lambda device: Ncu._tried("cpu"))
+    monkeypatch.setattr(Ncu, "begun", lambda device: tried(os.environ.get("FAKE_NCU", "wide")))
     monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
     return tmp_path / "log"
 
@@ -197,14 +205,14 @@ def test_metrics_that_ncu_does_not_know_are_left_out(ncu_on_path, monkeypatch):
     ],
 )
 def test_why_a_kernel_has_no_counters(ncu_on_path, monkeypatch, how, kernel, says):
-    begun = Ncu._tried("cpu")
+    begun = tried("wide")
     monkeypatch.setenv("FAKE_NCU", how)
     with pytest.raises(ProfilingError, match=says):
         begun.count(CASE, kernel, {}, 0, "normal")
 
 
 def test_a_kernel_that_takes_too_long(ncu_on_path, monkeypatch):
-    begun = Ncu._tried("cpu")
+    begun = tried("wide")
     monkeypatch.setattr(ncu, "TIMEOUT_S", 0.2)
     with pytest.raises(ProfilingError, match=r"more than 0\.2 s"):
         begun.count(CASE, "torch", {}, 0, "normal")
@@ -216,7 +224,7 @@ BENCH = ("quantize", "--m", "64", "--block", "32", "--kernel", "torch", "--peer"
 BENCH += ("--device", "cpu", "--rounds", "2", "--profile", "ncu")
 
 
-def test_bench_puts_them_into_row_table_and_file(ncu_on_path, capsys, tmp_path):
+def test_bench_puts_them_into_row_table_and_file(ncu_on_path, capsys, tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
     assert execute("bench", [*BENCH, "-o", str(file)]) == 0
     out = capsys.readouterr().out
@@ -228,6 +236,8 @@ def test_bench_puts_them_into_row_table_and_file(ncu_on_path, capsys, tmp_path):
     assert "of counted: DRAM bytes over the fewest" in out
     assert "--profile ncu" in out.splitlines()[-1]
     assert execute("compare", [str(file), str(file)]) == 0
+    # The same counters, in other forms.
+    monkeypatch.setattr(Ncu, "count", lambda *_: row.extra["counters"])
     assert execute("bench", [*BENCH, "--format", "md"]) == 0
     out = capsys.readouterr().out
     assert "| counters of |" in out
