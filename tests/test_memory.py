@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jetfire.nn import Int8Block, Stream, TiedGradient, linear_cross_entropy, sizes
-from jetfire.nn.loss import mean_linear_cross_entropy
 from jetfire.nn import loss as loss_module
+from jetfire.nn.loss import mean_linear_cross_entropy
 from jetfire.ops import int8_quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")

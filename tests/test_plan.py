@@ -1,7 +1,7 @@
 """`jetfire train plan` beside what was measured, and beside what torch's operators allocate."""
 
-import gzip
 import dataclasses
+import gzip
 import itertools
 import json
 import math
