@@ -28,7 +28,9 @@ class Int8Block(nn.Module):
         dropout: probability, of attention's weights and of both branches' outputs.
         block: 32, 64 or 128, the side of the blocks whose codes are multiplied.
         flow: as `block`, of what flows between products; None is `block`.
-        kept: as of `Int8Linear`, of all but FC2's input: that is made again from the one of GELU.
+        kept: as of `Int8Linear`, of the input of attention's projection. FC2's is made again from
+            GELU's, and with 4 the norms' outputs from their inputs; attention then keeps INT8 codes
+            (`jetfire.nn.attention`).
 
     Attributes:
         adds_gradients: where a weight has a gradient, add to it in the product that makes the next

@@ -3,7 +3,7 @@
 The residual stream is BF16; what flows between the layers of a branch, and what is kept for
 backward, is INT8 codes: of the norm's input and of each product's, transposed as the weight
 gradient reads it. But the activation's output, the widest, is made again from its input's codes: to
-the same bits, as it is rounded to nearest.
+the same bits, as it is rounded to nearest. So are, where less is to be kept, the norms' outputs.
 
 What is multiplied is in blocks of one side, `block`; what flows between products, in blocks of
 another, `flow`: a product's INT8 output, the inputs of norms and activations, the gradients
@@ -14,7 +14,7 @@ The norm is LayerNorm or RMSNorm, the MLP has a GELU or SwiGLU; attention is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized, ceil_div
+from jetfire.nn.attention import KEYS, Attention, keeps_codes
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.made import MadeOfWeight
@@ -105,8 +106,8 @@ def checked_stream(stream: Stream, flow: Block, batch: int) -> None:
 # the projection's output and of FC2's.
 _ENTER_SEEDS, _LEAVE_SEEDS = 3, 7
 _MASK0, _MASK2 = 5, 6
-# Packing has random bits of its own, by any two of the keys.
-_PACK0, _PACK1 = 0, 3
+# Packing has random bits of its own, by any of the keys.
+_PACK0 = 0
 
 Activation = Literal["tanh", "erf", "gated"]
 
@@ -214,30 +215,30 @@ class _Enter(torch.autograd.Function):
         s = Quantized(q, scale, block=setting.flow)
         h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(product.kept), setting)
         y = times_weight(h, product.codes, out="bf16", bias=product.bias)
-        kept = kept_input(h, product.kept, _key(seeds, 0))
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = product.weights
-        kept += [*flat(s), *one_way(product.codes.t)]
-        ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept)
+        kept = [*_kept_of(h, product.kept), *flat(s), *one_way(product.codes.t)]
+        ctx.save_for_backward(seeds, mean, rstd, *_both(norm), *kept)
         return x.view_as(x), *y.split(widths, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
+        seeds, mean, rstd, *norm_and_codes = ctx.saved_tensors
+        norm, codes = norm_and_codes[:2], norm_and_codes[2:]
         setting, handoff = ctx.setting, ctx.handoff
         block, flow = setting.block, setting.flow
-        h, (s,), wt = codes[:3], unflat(codes[3:5], flow), Quantized._make([*codes[5:], block])
+        h, (s,), wt = codes[:2], unflat(codes[2:4], flow), Quantized._make([*codes[4:], block])
         dx, *parts = grads
         g = _side_by_side(parts, block, seeds[0:1])
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
-        ht = restored_input(h, wt, seeds[0:1])
+        ht = _normed_again(h, s, norm, mean, rstd, setting)
         of_product = _gradients(g, ht, ctx.weights, wanted, setting)
         del g, ht
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(
-            s, dh, norm_weight, mean, rstd, dx, seeds, 2, layout, setting
+            s, dh, norm[0], mean, rstd, dx, seeds, 2, layout, setting
         )
         if handoff is not None:
             handoff.put(dx, copy)
@@ -273,7 +274,7 @@ class _Leave(torch.autograd.Function):
         x, s, mean, rstd = int8_add(x, y, eps=eps)
         h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(p1.kept), setting)
         f = times_weight(h, p1.codes, out="int8", bias=p1.bias, out_block=flow)
-        kept += kept_input(h, p1.kept, _key(seeds, _PACK1))
+        kept += _kept_of(h, p1.kept)
         del h
         u = _activated(f, "q", setting)
         y = times_weight(u, p2.codes, out="int8", bias=p2.bias, out_block=flow)
@@ -289,7 +290,7 @@ class _Leave(torch.autograd.Function):
         kept += flat(s, f)
         for product in products:
             kept += one_way(product.codes.t)
-        ctx.save_for_backward(seeds, mean, rstd, norm[0], *kept)
+        ctx.save_for_backward(seeds, mean, rstd, *_both(norm), *kept)
         return out, *copy.tensors, *statistics
 
     @staticmethod
@@ -306,9 +307,9 @@ class _Leave(torch.autograd.Function):
         setting, block, flow = ctx.setting, ctx.setting.block, ctx.setting.flow
         _, wanted = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
         # Read once: a checkpoint gives them away.
-        seeds, mean, rstd, norm_weight, *codes = ctx.saved_tensors
-        a, h, (s, f) = codes[:3], codes[3:6], unflat(codes[6:10], flow)
-        w0t, w1t, w2t = (Quantized._make([*codes[i : i + 4], block]) for i in (10, 14, 18))
+        seeds, mean, rstd, *codes = ctx.saved_tensors
+        norm, a, h, (s, f) = codes[:2], codes[2:5], codes[5:7], unflat(codes[7:11], flow)
+        w0t, w1t, w2t = (Quantized._make([*codes[i : i + 4], block]) for i in (11, 15, 19))
         del codes
 
         def seed(index: int) -> Tensor:
@@ -327,12 +328,12 @@ class _Leave(torch.autograd.Function):
         del g
         df = _activated_backward(f, du, seed(2), setting)
         del du
-        of1 = gradients(df, restored_input(h, w1t, seed(_PACK1)), 1)
+        of1 = gradients(df, _normed_again(h, s, norm, mean, rstd, setting), 1)
         df = alone(df)
         dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         del df
         dx, copy, *of_norm = _normed_backward(
-            s, dh, norm_weight, mean, rstd, dx, seeds, 4, "both", setting
+            s, dh, norm[0], mean, rstd, dx, seeds, 4, "both", setting
         )
         del dh
         g = _undropped(copy, setting, seeds, _MASK0)
@@ -367,6 +368,38 @@ def _normed(
         h, rstd = int8_rmsnorm(s, norm[0], **more)
         return h, None, rstd
     return int8_layernorm(s, *norm, mean=mean, rstd=rstd, **more)
+
+
+def _both(norm: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return a norm's weight and its bias, None where it has none."""
+    return norm[0], norm[1] if len(norm) > 1 else None
+
+
+def _kept_of(h: Quantized, kept: Kept) -> list[Tensor | None]:
+    """Return what backward keeps of a norm's output: with 4 bits nothing, as its input is kept."""
+    return [h.qt, h.scale_t] if kept == 8 else [None, None]
+
+
+def _normed_again(
+    h: Sequence[Tensor | None],
+    s: Quantized,
+    norm: Sequence[Tensor | None],
+    mean: Tensor | None,
+    rstd: Tensor,
+    setting: Setting,
+) -> Quantized:
+    """Return the transpose of a norm's output, made again where `_kept_of` kept none.
+
+    Args:
+        norm: as `_both` has it.
+        mean, rstd: those that forward had, or found.
+    """
+    q, scale = h
+    if q is not None:
+        return Quantized(q, scale, block=setting.block)
+    parameters = [t for t in norm if t is not None]
+    again, *_ = _normed(s, parameters, mean, rstd, "qt", setting)
+    return again.t
 
 
 def _normed_backward(
@@ -506,10 +539,6 @@ def _undropped(g: Quantized, setting: Setting, seeds: Tensor, index: int) -> Qua
     return int8_dropout_backward(g, seeds[index : index + 1], p=setting.dropout, layout="both")
 
 
-# Returns attention of query, key and value, matrices of tokens × the width of each, as another.
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 # torch.compile traces the operators that these call and not their Python, a tenth of a second each.
 @torch.compiler.allow_in_graph
 def _enter(*args: Any) -> Any:
@@ -551,7 +580,10 @@ def flowed(
     )
     handoff = None if torch.compiler.is_compiling() else Handoff()
     counts, given = _flattened(norms[1], *others)
+    if qkv.kept == 4 and (keys := keys_for_backward(KEYS, stream.x.device, training)) is not None:
+        attention = keeps_codes(attention, setting.flow, keys)
     attended = attention(*parts).reshape(x.shape[0], -1)
+    del parts  # of which attention may keep codes
     x, q, scale, mean, rstd = _leave(handoff, setting, counts, leave, x, attended, *given)
     return Stream(x, Quantized(q, scale, block=setting.flow), mean, rstd, handoff)
 

@@ -98,7 +98,8 @@ class Recipe:
         fallback: the share of an input's blocks that have two planes of codes (`Fallback`). Such
             layers are converted one by one: nothing flows between them in INT8.
         kept: bits of what INT8 layers keep of an input for their weight's gradient: 8, the codes
-            that are multiplied; or 4, rounded so that the gradient stays right in the mean.
+            that are multiplied; or 4, rounded so that the gradient stays right in the mean. With 4,
+            fused blocks keep less besides, as `Int8Block` says.
         logits: of a `head` in INT8, whether its logits stand whole between forward and backward, or
             the loss and its gradient are made of them in parts, in forward.
     """

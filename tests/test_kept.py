@@ -15,6 +15,7 @@ import jetfire
 from jetfire.core.errors import UsageError
 from jetfire.measure.data import Source
 from jetfire.nn import Int8Block, Int8Conv1D, Int8Linear, Int8LlamaBlock, Recipe, Stream, convert
+from jetfire.ops import int8_quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,7 +74,7 @@ def test_bytes_of_a_layer(device, block):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_bytes_of_a_fused_block(device, family):
-    """Three inputs of a stream's width are in 4 bits: layers that share one keep it once."""
+    """Norms' outputs are made again, and attention's is in 4 bits; what it keeps: see below."""
     size = {}
     for kept in (8, 4):
         if family == "gpt2":
@@ -82,7 +83,59 @@ def test_bytes_of_a_fused_block(device, family):
             block = Int8LlamaBlock(128, 2, hidden=384, block=128, flow=32, kept=kept, device=device)
         stream = Stream.of(torch.randn((256, 128), device=device).bfloat16(), 32)
         size[kept], _ = kept_bytes(lambda block=block, stream=stream: block(stream, 2))
-    assert size[8] - size[4] == 3 * 256 * 128 * (1 / 2 - 1 / 32)
+    scales = 4 / 128**2
+    assert size[8] - size[4] == 256 * 128 * (2 * (1 + scales) + 1 / 2 - 1 / 32)
+
+
+@pytest.fixture
+def in_codes(monkeypatch):
+    """What attention keeps as codes: the shape of each matrix, and the key of its rounding."""
+    found = []
+
+    def quantised(x, **options):
+        found.append((tuple(x.shape), int(options["seed"])))
+        return int8_quantize(x, **options)
+
+    monkeypatch.setattr("jetfire.nn.attention.int8_quantize", quantised)
+    return found
+
+
+def block_of(family, kept, device):
+    torch.manual_seed(0)
+    if family == "gpt2":
+        return Int8Block(128, 2, block=128, flow=32, device=device, kept=kept)
+    sizes = {"hidden": 384, "kv_heads": 1}
+    return Int8LlamaBlock(256, 2, block=128, flow=32, kept=kept, device=device, **sizes)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_attention_keeps_codes(device, family, in_codes):
+    """Query, key, value and output, with a key each; forward is to the bit what it was."""
+    outputs, gradients = {}, {}
+    for kept in (8, 4):
+        block = block_of(family, kept, device)
+        width = block.width
+        x = torch.randn((256, width), device=device).bfloat16().requires_grad_()
+        outputs[kept] = block(Stream.of(x, 32), 2).x
+        outputs[kept].sum().backward()
+        gradients[kept] = x.grad.float()
+    of_kv = width if family == "gpt2" else width // 2
+    assert sorted(shape for shape, _ in in_codes) == sorted(
+        [(256, width), (256, of_kv), (256, of_kv), (256, width)]
+    )
+    assert len({key for _, key in in_codes}) == 4
+    assert torch.equal(outputs[8], outputs[4])
+    error = (gradients[4] - gradients[8]).norm() / gradients[8].norm()
+    assert 0 < error < 0.05
+
+
+def test_hooks_around_a_block_see_what_attention_keeps(device, in_codes):
+    """They say what is kept: activation checkpointing would recompute nothing that ours took."""
+    block = block_of("gpt2", 4, device)
+    stream = Stream.of(torch.randn((256, 128), device=device).bfloat16(), 32)
+    size, _ = kept_bytes(lambda: block(stream, 2))
+    assert size > 4 * 2 * 256 * 128
+    assert not in_codes
 
 
 def test_a_layer_that_does_not_learn_keeps_nothing(device):
@@ -163,7 +216,8 @@ def test_fused_blocks_of_transformers(device, kind):
     for layer in model.modules():
         if isinstance(layer, Int8Linear | Int8Conv1D):
             layer.kept = 8
-    assert kept_bytes(run)[0] - packed == 3 * 64 * 64 * (1 / 2 - 1 / 32)
+    scales = 4 / 32**2
+    assert kept_bytes(run)[0] - packed == 64 * 64 * (2 * (1 + scales) + 1 / 2 - 1 / 32)
 
 
 def test_what_is_refused():

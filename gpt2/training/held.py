@@ -122,24 +122,31 @@ def code_bytes(side: int | None) -> float:
     return 1 + 4 / side**2 if side else 0.0
 
 
-class InputBytes(NamedTuple):
-    """Bytes for each number of an INT8 product's input.
+class KeptBytes(NamedTuple):
+    """Bytes for each number of what a fused block's backward reads.
 
     Attributes:
-        kept: bytes that backward keeps of it.
-        restored: bytes that are made of it again for the weight's gradient.
+        attention: kept of query, key, value and attention's output.
+        unpacked: made of these again for attention's backward.
+        norm: kept of a norm's output, for the gradient of the weight that it is multiplied by.
+        attended: kept of attention's output so.
+        restored: made of either again.
     """
 
-    kept: float
+    attention: float
+    unpacked: float
+    norm: float
+    attended: float
     restored: float
 
 
-def input_bytes(recipe: Recipe) -> InputBytes:
-    """Return what a fused block holds of a product's input."""
+def kept_bytes(recipe: Recipe) -> KeptBytes:
+    """Return what a fused block of a recipe keeps."""
     code = code_bytes(recipe.block)
     if recipe.kept == 8:
-        return InputBytes(code, 0.0)
-    return InputBytes(code - 1 / 2 + 1 / 32, code)  # two codes to a byte, and a step of each 32
+        return KeptBytes(2.0, 0.0, code, code, 0.0)
+    packed = code - 1 / 2 + 1 / 32  # two codes to a byte, and a step of each 32
+    return KeptBytes(code_bytes(recipe.flow), 2.0, 0.0, packed, code)
 
 
 class Int4Bytes(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.training.held import (
     Held,
-    InputBytes,
+    KeptBytes,
     Moment,
     Part,
     Sizes,
     code_bytes,
     head_of,
-    input_bytes,
     int4_bytes,
+    kept_bytes,
 )
 from jetfire.nn.recipes import Int4, Recipe
 
@@ -31,10 +31,10 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
     codes = remade = copies = 0.0  # of weights: what stands, and BF16 copies until backward
     wide, alone = 4, 38  # bytes per element of the stream, and at a block's peak in evaluation
     if recipe.block is not None:
-        wide, alone = 2, 30
+        wide, alone = 2, 24 if recipe.kept == 8 else 22
         codes = 2 * code_bytes(recipe.block) * weights
         sides = code_bytes(recipe.block), code_bytes(recipe.flow)
-        block = _int8_block(s, *sides, input_bytes(recipe))
+        block = _int8_block(s, *sides, kept_bytes(recipe))
     elif recipe.int4 is not None:
         codes = remade = 2.0 * weights  # a byte each, both ways
         block = _int4_block(s, recipe.int4)
@@ -81,27 +81,28 @@ def _plain_block(s: _Sizes) -> Part:
     return Part("block", kept, moments, (2 + 4) * s.x, 16 * s.w)  # y, the next x
 
 
-def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> Part:
+def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     """Return `Int8Block` (nn/flow.py): x in BF16, weights' gradients in FP32 at once.
 
     `Step` has its products add to the gradients that stand.
 
     Args:
         block, flow: bytes of a code of what is multiplied, and of what flows between products.
-        of_input: of a number of a product's input.
     """
     # q k v, o; codes of what both norms read and of f; of three products' inputs, transposed.
-    inputs, again = of_input
-    kept = (6 + 2 + (1 + 1 + 4) * flow + 3 * inputs) * s.x + 4 * s.rows
-    leave = (5 * flow + 2 * inputs) * s.x
+    attention, inputs = 4 * keeps.attention, 2 * keeps.norm + keeps.attended
+    kept = (attention + (1 + 1 + 4) * flow + inputs) * s.x + 4 * s.rows
+    leave, again = (5 * flow + keeps.norm + keeps.attended) * s.x, keeps.restored
     moments = (
         Moment(0, (2 + 4 * flow + 4 * block + again) * s.x, 32 * s.w),  # dx, df and its transpose
         Moment(0, (2 + 2 + 2 + 2 * block + again) * s.x, 36 * s.w),  # dx twice, do, codes of dx
-        Moment(leave, (2 + 2 + 6 + 4) * s.x, 36 * s.w),  # …, dq dk dv, FP32
-        Moment(8 * s.x + leave, (2 + 6 + 6 * block + flow + again) * s.x, 48 * s.w),
+        # dx, do, dq dk dv, FP32
+        Moment(leave, (2 + 2 + 6 + 4 + 4 * keeps.unpacked) * s.x, 36 * s.w),
+        Moment(attention * s.x + leave, (2 + 6 + 6 * block + flow + again) * s.x, 48 * s.w),
     )
-    # u, y, x before and after attention, codes; and the embeddings in FP32.
-    return Part("block", kept, moments, (4 + 1 + 2 + 2 + 1 + 4) * s.x)
+    # u, y, x before and after attention, codes; and the embeddings in FP32. And o where it is kept
+    # as codes alone.
+    return Part("block", kept, moments, (4 + 1 + 2 + 2 + 1 + 4 + keeps.unpacked) * s.x)
 
 
 def _int4_block(s: _Sizes, how: Int4) -> Part:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.training.held import (
     Held,
-    InputBytes,
+    KeptBytes,
     Moment,
     Part,
     Sizes,
     code_bytes,
     head_of,
-    input_bytes,
     int4_bytes,
+    kept_bytes,
 )
 from jetfire.nn.recipes import Int4, Recipe
 
@@ -86,7 +86,7 @@ def llama(shape: Shape, recipe: Recipe, batch: int) -> Held:
     rotary = 8.0 * shape.layers * s.angles  # cosines and sines in FP32, of each block
     if recipe.block is not None:
         code, flow = code_bytes(recipe.block), code_bytes(recipe.flow)
-        block = _int8_block(s, code, flow, input_bytes(recipe))
+        block = _int8_block(s, code, flow, kept_bytes(recipe))
         # Beside those of each weight there are those of q k v as one, and of gate and up.
         remade = 2 * code * (weights - shape.layers * (s.w + s.wh))
         codes = 2 * code * weights + remade
@@ -126,10 +126,14 @@ def _evaluation(s: _Sizes, recipe: Recipe) -> float:
     """Return what is held at the peak of a block in evaluation."""
     if recipe.block is not None:
         code, flow = code_bytes(recipe.block), code_bytes(recipe.flow)
-        # The embeddings in FP32, x before and after attention, q, o, codes of what both norms read,
-        # of y and of two products' inputs; k v; gate and up. Then x and its codes, or u and y's.
-        held = (4 + 2 + 2 + 2 + 2 + 4 * flow + 2 * code) * s.x + 4 * s.k + 2 * flow * s.h
-        return held + max(2 * s.x, code * s.h)
+        # The embeddings in FP32, x before and after attention, o, codes of what both norms read, of
+        # y and of two products' inputs, both ways if so kept; gate and up. Then x and its codes, or
+        # u and y's.
+        both = 2 * code if recipe.kept == 8 else 0
+        mlp = (4 + 2 + 2 + 2 + 4 * flow + both) * s.x + 2 * flow * s.h
+        # q k v as one, q and k turned, o; x and its codes.
+        attention = (4 + 2 + flow + 2 + 2 + 2) * s.x + 6 * s.k
+        return max(mlp + max(2 * s.x, code * s.h), attention)
     # The embeddings, x before and after attention, its norm, q, o, y; k v; angles.
     held = (4 + 4 + 4 + 4 + 2 + 2 + 2) * s.x + 4 * s.k + 4 * s.angles
     wide = 2 if recipe.plain else 3  # a product's input in BF16, and its codes
@@ -168,20 +172,23 @@ def _plain_block(s: _Sizes) -> Part:
     return Part("block", kept, moments, forward, 4 * s.wh)
 
 
-def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> Part:
+def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     """Return `Int8LlamaBlock` (nn/llama.py): x in BF16, weights' gradients in FP32 at once.
 
     `Step` has its products add to the gradients that stand.
 
     Args:
         block, flow: bytes of a code of what is multiplied, and of what flows between products.
-        of_input: of a number of a product's input.
     """
-    # q k v as one, q and k turned, o; codes of what both norms read, of gate and up; of three
-    # products' inputs, transposed.
-    inputs, again = of_input
-    kept = (2 + 2 + 2 + 2 * flow + 3 * inputs) * s.x + 6 * s.k + 2 * flow * s.h + 4 * s.rows
-    enter = kept - (flow + inputs) * s.x  # what is freed when the block's first half goes backward
+    # q k v as one, of which v is kept so, q and k turned, o; or codes of q, k, v and o. Codes of
+    # what both norms read, of gate and up; of three products' inputs, transposed.
+    attention = 6.0 * (s.x + s.k)
+    if keeps.unpacked:
+        attention = 2 * keeps.attention * (s.x + s.k)
+    inputs, again = 2 * keeps.norm + keeps.attended, keeps.restored
+    kept = attention + (2 * flow + inputs) * s.x + 2 * flow * s.h + 4 * s.rows
+    # What is freed when the block's first half goes backward.
+    enter = kept - (flow + keeps.norm) * s.x
     both = 2 * block * (s.x + 2 * s.k)  # codes of dq dk dv, both ways
     moments = (
         # dx, codes of it and of dgate and dup, both ways
@@ -191,8 +198,8 @@ def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> P
         # dx twice, codes of it, do
         Moment(0, (2 + 2 + 2 * block + 2 + again) * s.x, 12 * s.wh + 4 * s.w),
         Moment(
-            2 * (flow + inputs) * s.x + 2 * flow * s.h,
-            (2 + 2) * s.x + s.attention,
+            (flow + keeps.norm + keeps.attended) * s.x + 2 * flow * s.h,
+            (2 + 2) * s.x + s.attention + 2 * keeps.unpacked * (s.x + s.k),
             12 * s.wh + 4 * s.w,
         ),
         # dx, dq dk dv, and side by side where they are of several widths
@@ -206,7 +213,7 @@ def _int8_block(s: _Sizes, block: float, flow: float, of_input: InputBytes) -> P
         Moment(enter, (2 + 2 + 2 + 2 * block + flow) * s.x + 4 * s.k, 4 * s.weights),
     )
     # The embeddings in FP32, x before and after attention, codes of y; u and y, or x and codes.
-    forward = (4 + 2 + 2 + 2 * flow) * s.x + max(2 * s.x, block * s.h)
+    forward = (4 + 2 + 2 + 2 * flow + keeps.unpacked) * s.x + max(2 * s.x, block * s.h)
     return Part("block", kept, moments, forward)
 
 
