@@ -31,7 +31,7 @@ def run(
             "KEY=V,...",
             "layers, heads, width, batch, context, vocabulary, accumulate; of Llama and hf: "
             "kv_heads and hidden too; of hf: run, parallel=fsdp, adapters=RANK; of a preset's "
-            "recipes: optimizer, weights.",
+            "recipes: logits, optimizer, weights.",
         ),
     ] = None,
     peers: Annotated[
