@@ -46,11 +46,17 @@ def test_a_copy_reads_and_writes_each_byte(clock):
 
 
 def test_a_product_counts_two_operations_a_multiplication(clock):
-    _, called = clock
+    took, called = clock
     assert peaks._product_tflops(HERE, "bf16_matmul", 64) == pytest.approx(2 * 64**3 / 2e-3 / 1e12)
-    assert peaks._cpu_int8_tops(64) == pytest.approx(2 * 64**3 / 2e-3 / 1e12)
-    assert called["bf16_matmul"].shape == called["int8"].shape == (64, 64)
-    assert (called["bf16_matmul"].dtype, called["int8"].dtype) == (torch.bfloat16, torch.int32)
+    took.update({"torch._int_mm": 4.0, "torch.matmul": 8.0})
+    tops, how = peaks._cpu_int8_tops(64)
+    assert (tops, how) == (pytest.approx(2 * 64**3 / 4e-3 / 1e12), "torch._int_mm NT 64³")
+    took["torch.matmul"] = 1.0
+    tops, how = peaks._cpu_int8_tops(64)
+    assert (tops, how) == (pytest.approx(2 * 64**3 / 1e-3 / 1e12), "torch.matmul NT 64³ in FP64")
+    assert called["bf16_matmul"].dtype == torch.bfloat16
+    assert torch.equal(called["torch._int_mm"].double(), called["torch.matmul"])
+    assert called["torch.matmul"].shape == called["bf16_matmul"].shape == (64, 64)
 
 
 def test_a_cpu_has_all_three_and_says_how(monkeypatch):
@@ -60,7 +66,7 @@ def test_a_cpu_has_all_three_and_says_how(monkeypatch):
         return lambda *given: (sizes.update({name: given[-1]}), result)[1]
 
     monkeypatch.setattr(peaks, "_copy_gbps", measured("copy", (8.0, "a copy")))
-    monkeypatch.setattr(peaks, "_cpu_int8_tops", measured("int8", 0.2))
+    monkeypatch.setattr(peaks, "_cpu_int8_tops", measured("int8", (0.2, "a product")))
     monkeypatch.setattr(peaks, "_product_tflops", measured("bf16", 0.3))
     assert peaks.measure(CPU) == {
         "copy_gbps": 8.0,
@@ -68,7 +74,7 @@ def test_a_cpu_has_all_three_and_says_how(monkeypatch):
         "bf16_tflops": 0.3,
         "how": {
             "copy_gbps": "a copy",
-            "int8_tops": "torch._int_mm NT 1024³",
+            "int8_tops": "a product",
             "bf16_tflops": "torch.matmul NT 1024³",
         },
     }
