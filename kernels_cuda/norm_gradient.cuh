@@ -9,7 +9,8 @@
 #include "norm_tiles.cuh"
 #include "tile_codes.cuh"
 
-// dx = dy·weight·rstd + x·rstd·slope + offset.
+// dx = dy·weight·rstd + x·rstd·slope·rstd + offset. Times rstd the slope alone may be beyond fp32's
+// range, where x̂ is so small that its product is not.
 struct alignas(16) Row {
   float rstd, slope, offset;
 };
@@ -65,8 +66,8 @@ DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
   if (threadIdx.x % SLICES) return;
   const float rstd = row < p.m ? p.rstd[row] : 0.0f, inverse = 1.0f / float(p.n);
   const float shift = CENTERED && row < p.m ? p.mean[row] * rstd : 0.0f;
-  const float slope = -rstd * (even.of[0] * inverse);
-  const float offset = CENTERED ? -shift * slope - rstd * (even.of[SUMS - 1] * inverse) : 0.0f;
+  const float slope = -(even.of[0] * inverse);
+  const float offset = CENTERED ? (-shift * slope - even.of[SUMS - 1] * inverse) * rstd : 0.0f;
   shared.rows[i] = {rstd, slope, offset};
 }
 
@@ -180,6 +181,9 @@ struct HeldAs<true> {
 };
 using Part = HeldAs<RESIDUAL>::Type;
 
+// Return ±∞ as the largest number of its sign, so that a code of 0 times it is 0.
+DEVICE float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST, x) : x; }
+
 // Take a part's dx; return the bits of the largest |value|.
 DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int row0, int column0,
                      const Arguments& p, const Lane& lane) {
@@ -207,7 +211,8 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
     Row row = shared.rows[row_of(part) + lane.row_at(k)];
     // What lies beyond the matrix would hold the offset.
     if (columns <= 0) row.offset = 0;
-    const float of_dy = dy_scale * row.rstd, of_x = x_scale * row.rstd * row.slope;
+    const float of_dy = dy_scale * row.rstd;
+    const float of_x = finite(x_scale * row.rstd * row.slope * row.rstd);
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
       const float rest = CENTERED ? fmaf(x[j], of_x, row.offset) : x[j] * of_x;

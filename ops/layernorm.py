@@ -92,9 +92,7 @@ class LayerNorm(Norm):
         xhat = (x.abs() + mean.abs()[:, None]) * rstd[:, None]
         rows = g.mean(dim=1, keepdim=True) + xhat * (g * xhat).mean(dim=1, keepdim=True)
         terms = (g + rows) * rstd[:, None]
-        # What kernels multiply by x, or by x̂: small where these are.
-        slope = rstd * rstd.clamp(min=1) * (g * xhat).mean(dim=1)
-        row_over = torch.stack([g.sum(dim=1), (g * xhat).sum(dim=1), slope]).amax(dim=0) >= OVER
+        row_over = torch.maximum(g.sum(dim=1), (g * xhat).sum(dim=1)) >= OVER
         largest = torch.maximum(terms, g + rows)
         over = overflows(largest, problem.out_block, row_over)
         chain = max(1e-5, (problem.m / 32 + 64) * ROUNDING)

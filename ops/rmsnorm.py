@@ -86,8 +86,7 @@ class RmsNorm(Norm):
         g, xhat = (dy * weight).abs(), x.abs() * rstd[:, None]
         along = xhat * (g * xhat).mean(dim=1, keepdim=True)
         off = (NOISE * g + (NOISE + _chain(problem.n)) * along) * rstd[:, None]
-        slope = rstd * (g * xhat).mean(dim=1)  # which kernels multiply by x̂: small where x is
-        row_over = torch.stack([g.sum(dim=1), (g * xhat).sum(dim=1), slope]).amax(dim=0) >= OVER
+        row_over = torch.maximum(g.sum(dim=1), (g * xhat).sum(dim=1)) >= OVER
         largest = torch.maximum((g + along) * rstd[:, None], g + along)
         size = (dy.abs() * xhat).sum(dim=0)
         # Of x̂ and of the products, to underflow.

@@ -262,15 +262,12 @@ def steep(form, device):
     return problem, inputs
 
 
-def test_a_row_whose_slope_may_overflow_is_not_held_to_its_values(form):
+def test_a_slope_out_of_range_leaves_the_reference_finite(form):
+    """So that a kernel is held to it."""
     problem, inputs = steep(form, torch.device("cpu"))
     expected = op_of(form).reference(problem, inputs)
-    over = expected["dx_over"] if problem.residual else expected["q_over"]
+    over = expected["dx_over"][:, 32:] if problem.residual else expected["q_over"][:, 1]
     assert expected["q"][:, 32:].isfinite().all()
-    assert over.all()
-    inputs["dy_scale"].mul_(2.0**-16)
-    expected = op_of(form).reference(problem, inputs)
-    over = expected["dx_over"] if problem.residual else expected["q_over"]
     assert not over.any()
 
 
