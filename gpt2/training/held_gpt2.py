@@ -23,6 +23,11 @@ class _Sizes(Sizes):
         """FP32 numbers that a block keeps of its rows: two LayerNorms' statistics, attention's."""
         return self.tokens * (4 + self.shape.heads)
 
+    @property
+    def attention(self) -> int:
+        """Bytes that flash attention's backward makes: dq dk dv, and dq in FP32."""
+        return (6 + 4) * self.x
+
 
 def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
     """Return what the GPT-2 of gpt2/model/gpt2.py holds with `batch` sequences of its context."""
@@ -58,8 +63,7 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
 
 # A block's weights are 12 w: query's, key's and value's 3, attention's output's 1, the MLP's 4 and
 # 4. Their FP32 gradients are 4 bytes each, 48 w. Beside the stream x there are q, k, v, attention's
-# output o, the MLP's f (4 x) and u (4 x), its activation; dx and so on are their gradients. Flash
-# attention's backward sums dq in FP32.
+# output o, the MLP's f (4 x) and u (4 x), its activation; dx and so on are their gradients.
 
 
 def _plain_block(s: _Sizes) -> Part:
@@ -74,7 +78,7 @@ def _plain_block(s: _Sizes) -> Part:
         Moment(8 * s.x + 8 * s.w, (4 + 8 + 8) * s.x, 16 * s.w),  # dx, du, df
         Moment(16 * s.x + 8 * s.w, (4 + 8 + 2) * s.x + 8 * s.w, 16 * s.w),  # dx, df, dnorm
         Moment(18 * s.x + 16 * s.w, (4 + 2) * s.x + 8 * s.w, 32 * s.w),
-        Moment(22 * s.x + 18 * s.w, (4 + 2 + 6 + 4) * s.x, 36 * s.w),  # dx, do, dq dk dv, FP32
+        Moment(22 * s.x + 18 * s.w, (4 + 2) * s.x + s.attention, 36 * s.w),  # dx, do
         Moment(30 * s.x + 18 * s.w, (4 + 6 + 2) * s.x + 6 * s.w, 36 * s.w),  # and dnorm
         Moment(32 * s.x + 24 * s.w, (4 + 4 + 4) * s.x, 48 * s.w),
     )
@@ -96,8 +100,7 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     moments = (
         Moment(0, (2 + 4 * flow + 4 * block + again) * s.x, 32 * s.w),  # dx, df and its transpose
         Moment(0, (2 + 2 + 2 + 2 * block + again) * s.x, 36 * s.w),  # dx twice, do, codes of dx
-        # dx, do, dq dk dv, FP32
-        Moment(leave, (2 + 2 + 6 + 4 + 4 * keeps.unpacked) * s.x, 36 * s.w),
+        Moment(leave, (2 + 2 + 4 * keeps.unpacked) * s.x + s.attention, 36 * s.w),  # dx, do
         Moment(attention * s.x + leave, (2 + 6 + 6 * block + flow + again) * s.x, 48 * s.w),
     )
     # u, y, x before and after attention, codes; and the embeddings in FP32. And o where it is kept
@@ -118,7 +121,7 @@ def _int4_block(s: _Sizes, how: Int4) -> Part:
         Moment(4 * code * s.x, (4 + 8 + 8) * s.x, 16 * s.w),  # dx, du, df
         Moment((8 + 4 * code) * s.x, (4 + 8 + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
         Moment((8 + 4 * code) * s.x, (4 + 8 + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
-        Moment(after_mlp * s.x, (4 + 2 + 6 + 4) * s.x, 36 * s.w),  # dx, do, dq dk dv, FP32
+        Moment(after_mlp * s.x, (4 + 2) * s.x + s.attention, 36 * s.w),  # dx, do
         Moment(after_attention * s.x, (4 + 6 + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w, 36 * s.w),
         Moment(after_attention * s.x, (4 + 6 + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
     )

@@ -194,7 +194,7 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
         # dx, codes of it and of dgate and dup, both ways
         Moment(0, (2 + 2 * block) * s.x + block * s.h, 4 * s.wh),
         Moment(0, 2 * s.x + (flow + 4 * block) * s.h, 4 * s.wh),
-        Moment(0, 2 * s.x + 4 * block * s.h, 12 * s.wh),
+        Moment(0, (2 + again) * s.x + 4 * block * s.h, 12 * s.wh),
         # dx twice, codes of it, do
         Moment(0, (2 + 2 + 2 * block + 2 + again) * s.x, 12 * s.wh + 4 * s.w),
         Moment(
