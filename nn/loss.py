@@ -57,10 +57,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         dx = dlogits @ w if ctx.needs_input_grad[0] else None
         dw = _weight_gradient(dlogits, x, ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        if ctx.tied is not None and dw is not None:
-            ctx.tied.put(dw)
-            dw = None
-        return dx, dw, None, None, None
+        return dx, _untied(dw, ctx.tied), None, None, None
+
+
+def _untied(dw: torch.Tensor | None, tied: TiedGradient | None) -> torch.Tensor | None:
+    """Return a weight's gradient, but None where the embedding returns it with its own."""
+    if tied is None or dw is None:
+        return dw
+    tied.put(dw)
+    return None
 
 
 def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -124,16 +129,13 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
             del g  # else the next part's codes are made beside them
         dx = torch.cat(dxs) if len(dxs) > 1 else next(iter(dxs), None)
         dw = None if dw is None else dw.to(ctx.weight_dtype)
-        if ctx.tied is not None and dw is not None:
-            ctx.tied.put(dw)
-            dw = None
-        return dx, dw, *[None] * 9
+        return dx, _untied(dw, ctx.tied), *[None] * 9
 
 
 class _Int8MeanInParts(torch.autograd.Function):
-    """The mean loss of codes, with its gradient in forward: of a part of the rows at a time.
+    """The mean loss of codes. Forward makes its gradient too, of a part of the rows at a time.
 
-    Backward multiplies that by what the mean's own gradient is. Tensors are those of
+    Backward multiplies that gradient by the one that the mean receives. Tensors are those of
     `_Int8LinearCrossEntropy`; `learns` says whether a backward follows.
     """
 
@@ -191,10 +193,7 @@ class _Int8MeanInParts(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dw = (None if t is None else t * grads[0] for t in ctx.saved_tensors)
         dw = None if dw is None else dw.to(ctx.weight_dtype)
-        if ctx.tied is not None and dw is not None:
-            ctx.tied.put(dw)
-            dw = None
-        return dx, dw, *[None] * 10
+        return dx, _untied(dw, ctx.tied), *[None] * 10
 
 
 def mean_linear_cross_entropy(
@@ -208,8 +207,9 @@ def mean_linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the mean of `linear_cross_entropy` over the targets that count, in nats, fp32.
 
-    Arguments are its own. Logits and their gradient's codes take 4 bytes for each of a part's, and
-    nothing per logit is kept; the gradients of x and of the weight are, from forward on.
+    Arguments are those of `linear_cross_entropy`. While a part of the rows is worked on, each of its
+    logits takes 4 bytes: 2 itself, and 1 for each layout of its gradient's codes. For backward only
+    the gradients of x and of the weight are kept.
     """
     with torch.autocast(x.device.type, enabled=False):
         parts, _ = sizes.head_parts(x.shape[0], weight.shape[0], whole=False)

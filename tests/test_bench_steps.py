@@ -271,6 +271,20 @@ def test_bf16_eager_goes_where_all_do_not_fit_at_once(full):
     assert notes[-1].endswith("left out: out of memory")
 
 
+@pytest.mark.gpu
+def test_torch_draws_on_after_a_capture_that_failed():
+    device = torch.device("cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError), torch.cuda.graph(graph):
+        torch.rand(4, device=device)
+        torch.cuda.synchronize()  # which no capture allows
+    bench._leave_capture(device)
+    torch.manual_seed(0)
+    first = torch.rand(4, device=device)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(4, device=device), first)
+
+
 def test_every_variant_begins_with_the_same_parameters():
     found = []
     for name in ("int8-block64", EAGER, "int4-hq-lss"):

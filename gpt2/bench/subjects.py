@@ -265,8 +265,8 @@ class BlockSubject(Subject):
             yield self.x.grad
 
     def capture(self) -> Callable[[], object]:
-        # Graphs of earlier calls that wait for the collector hold the nodes that add up gradients,
-        # on the stream of those calls: one that is captured may not wait for it.
+        # The graph of an earlier call that waits for the collector keeps the nodes that add up
+        # gradients, which belong to that call's stream: a capture may not wait for another stream.
         gc.collect()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
