@@ -207,8 +207,8 @@ def mean_linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the mean of `linear_cross_entropy` over the targets that count, in nats, fp32.
 
-    Arguments are those of `linear_cross_entropy`. While a part of the rows is worked on, each of its
-    logits takes 4 bytes: 2 itself, and 1 for each layout of its gradient's codes. For backward only
+    Arguments are those of `linear_cross_entropy`. Of the part of the rows that is worked on, each
+    logit takes 4 bytes: 2 itself, and 1 for each layout of its gradient's codes. For backward only
     the gradients of x and of the weight are kept.
     """
     with torch.autocast(x.device.type, enabled=False):

@@ -274,10 +274,14 @@ def test_bf16_eager_goes_where_all_do_not_fit_at_once(full):
 @pytest.mark.gpu
 def test_torch_draws_on_after_a_capture_that_failed():
     device = torch.device("cuda:0")
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError), torch.cuda.graph(graph):
-        torch.rand(4, device=device)
-        torch.cuda.synchronize()  # which no capture allows
+
+    def fail():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.rand(4, device=device)
+            torch.cuda.synchronize()  # which no capture allows
+
+    with pytest.raises(RuntimeError):
+        fail()
     bench._leave_capture(device)
     torch.manual_seed(0)
     first = torch.rand(4, device=device)
@@ -345,6 +349,14 @@ def test_cases_are_the_presets_and_three_more():
         (["bench", "block", "--set", "layers=2"], "--set layers=2: expected one of width"),
         (["bench", "tiny", "--set", "batch=0"], "--set batch=0: expected an integer"),
         (["bench", "tiny", "--set", "optimizer=sgd"], "optimizer=sgd: expected adamw or adamw8"),
+        (
+            ["bench", "tiny", "--set", "logits=half"],
+            "logits=half: expected recipe or whole or parts",
+        ),
+        (
+            ["bench", "tiny", "--set", "logits=parts", "--recipe", "int8-block32"],
+            "logits=parts with recipe=int8-block32: expected a head in INT8",
+        ),
         (["bench", "tiny", "--set", "optimiser=adamw"], "(did you mean optimizer?): expected one"),
         (
             ["bench", "block", "--set", "optimizer=adamw8"],
