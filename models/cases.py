@@ -42,7 +42,7 @@ PEERS = {
     )
 }
 # What takes the layers on which adapters are trained as they are: torchao has no frozen ones.
-ADAPTED_PEERS = {name: RUNS[name] for name in (EAGER, COMPILE, REDUCE_OVERHEAD)}
+ADAPTED_PEERS = {name: variant for name, variant in PEERS.items() if variant.fp8 is None}
 MOST_RANK = 1024
 # CUDA graphs hold no collectives that FSDP2's hooks launch. A model is not compiled there, but its
 # blocks, and makes no mask.

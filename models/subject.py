@@ -19,8 +19,7 @@ from jetfire.models.cases import FUSED, PEERS, RUNS, ModelCase, recipe_of
 from jetfire.models.layers import at_ends, weight_of
 from jetfire.models.step import loss_of, without_dropout
 from jetfire.nn import AdamW, convert
-from jetfire.nn.conversion import blocks_of
-from jetfire.nn.fused_block import mask_of, say_causal
+from jetfire.nn.conversion import attend_causally
 
 
 class ModelSubject(Subject):
@@ -50,7 +49,7 @@ class ModelSubject(Subject):
         if self.variant.fp8 is not None:
             with_linear_in_fp8(self.model, self.variant.fp8, case.layers)
         if self.variant.causal:
-            _attend_causally(self.model)
+            attend_causally(self.model)
         if self.variant.compiled:
             # Beyond its limit Dynamo runs eagerly, and says little: variants share their code.
             config = torch._dynamo.config
@@ -121,21 +120,6 @@ def _convert(model: nn.Module, name: str, whose: str) -> None:
     if fused and not report.fused:
         reason = next(iter(report.single.values()), "it has none of transformers' blocks")
         raise UsageError(f"{whose} with {name}: no block is fused: {reason}")
-
-
-def _attend_causally(model: nn.Module) -> None:
-    """Have attention without a mask where a fused model's has none, in place."""
-    blocks = blocks_of(model)
-    for block in blocks.values():
-        block.register_forward_pre_hook(_unmasked, with_kwargs=True)
-    for name in list(blocks)[:1]:
-        owner = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-        if hasattr(owner, "config"):
-            owner.register_forward_pre_hook(say_causal, with_kwargs=True)
-
-
-def _unmasked(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tuple(map(mask_of, args)), {name: mask_of(given) for name, given in kwargs.items()}
 
 
 def _gradients(model: nn.Module) -> Tensors:

@@ -17,7 +17,7 @@ from jetfire.core.problem import Block
 from jetfire.nn import recipes
 from jetfire.nn.fallback import Fallback
 from jetfire.nn.frozen import FrozenInt8Linear
-from jetfire.nn.fused_block import say_causal
+from jetfire.nn.fused_block import say_causal, unmasked
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.loss import causal_lm_loss
@@ -93,7 +93,8 @@ def convert(
             `fused` alone, in the blocks of the recipe's `head`, if its outputs are a multiple.
         frozen: whether layers keep their weights as INT8 codes alone and do not learn
             (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
-            replaced, where nobody else holds it.
+            replaced, where nobody else holds it. Under torch.compile attention has no mask where a
+            fused model's has none.
         fused: whether the blocks of `transformers`' GPT-2, Llama, Mistral, Qwen2 and Qwen3 also
             have INT8 between their layers, as `Int8Block` has: under BF16 autocast, of fp32
             parameters. Their language models' loss reads the logits as they are, not made fp32.
@@ -140,6 +141,8 @@ def convert(
             setattr(model.get_submodule(parent), leaf, new)
             converted.append(name)
     _leave_fused_path(model)
+    if frozen and converted:
+        attend_causally(model)
     if not fused:
         return Report(tuple(converted), left)
     blocks = _fuse(model, recipe, skipped)
@@ -202,13 +205,29 @@ def _fuse(
         else:
             form.fuse(module, recipe.flow)
             fused.append(name)
+    _say_causal(model, fused)
+    return tuple(fused), single
+
+
+def attend_causally(model: nn.Module) -> None:
+    """Have attention without a mask under torch.compile, in place, where a fused model's has none.
+
+    Blocks stay as they are.
+    """
+    known = [name for name, module in model.named_modules() if _form_of(type(module)) is not None]
+    for name in known:
+        model.get_submodule(name).register_forward_pre_hook(unmasked, with_kwargs=True)
+    _say_causal(model, known)
+
+
+def _say_causal(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Have models say where their mask is causal alone whose blocks are all among those named."""
     for name, module in model.named_modules():
-        blocks = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-        if isinstance(module, nn.ModuleList) and blocks and set(blocks) <= set(fused):
+        own = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        if isinstance(module, nn.ModuleList) and own and set(own) <= set(blocks):
             owner = model.get_submodule(name.rpartition(".")[0])
             if hasattr(owner, "config"):
                 owner.register_forward_pre_hook(say_causal, with_kwargs=True)
-    return tuple(fused), single
 
 
 def _fuse_losses(model: nn.Module, fused: Sequence[str]) -> tuple[str, ...]:

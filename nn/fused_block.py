@@ -49,7 +49,7 @@ def stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
 def say_causal(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Say that a model's mask is causal and nothing else, where its arguments show it.
 
-    It is a hook before the forward of one whose blocks are all fused. Under torch.compile
+    It is a hook before the forward of one whose blocks all take it so. Under torch.compile
     `transformers` makes a mask even so, as it cannot look whether positions that it counts itself
     are of several sequences, and attention with a mask takes twice the time: of a step of 51 ms of
     GPT-2 350M 12 (H100). In place of that mask blocks are given one of no elements.
@@ -75,6 +75,11 @@ def mask_of(mask: Any) -> Any:
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[-1] == 0:
         return None
     return mask
+
+
+def unmasked(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give a block that is not fused its mask as `mask_of` has it: a hook before its forward."""
+    return tuple(map(mask_of, args)), {name: mask_of(given) for name, given in kwargs.items()}
 
 
 def in_fp32(*modules: nn.Module) -> bool:

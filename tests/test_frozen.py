@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
@@ -14,6 +15,7 @@ from jetfire.nn import FrozenInt8Linear, Int8Conv1D, Int8Linear, convert
 from jetfire.nn import conversion as conversion_module
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.quantize import quantize, spread
+from jetfire.tests.language_models import attends_causally, calls, compiled
 from jetfire.tests.test_nn_gradients import (
     double,
     drawn,
@@ -367,6 +369,65 @@ def test_adapters_train_merge_save_and_load(device, peft, transformers, kind, or
         convert(twin, INT8, frozen=True)
         twin.load_state_dict(merged.state_dict())
         assert torch.equal(twin.eval()(ids).logits, merged(ids).logits)
+
+
+def loss_of_compiled(wrapped, partition=min_cut_rematerialization_partition, **given):
+    """A step's loss as it is, and compiled; and the graphs, forward and backward."""
+    ids = torch.arange(48, device="cpu").view(2, 24)
+    before = float(wrapped(ids, labels=ids, use_cache=False, **given).loss.detach())
+    graphs = compiled(wrapped, partition)
+    loss = wrapped(ids, labels=ids, use_cache=False, **given).loss
+    loss.backward()
+    return before, float(loss.detach()), graphs
+
+
+@pytest.mark.parametrize("given", ["nothing", "mask"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_compiled_model_has_no_mask_that_is_causal_alone(peft, transformers, kind, given):
+    """The loss is what it is without torch.compile, where `transformers` looks at the mask."""
+    model, target = hugging_face(transformers, kind)
+    convert(model.eval(), INT8, frozen=True)
+    wrapped = adapted(peft, model, target if kind == "llama" else [target])
+    mask = {"attention_mask": (torch.arange(24, device="cpu") > 7).expand(2, 24).long()}
+    before, loss, graphs = loss_of_compiled(wrapped, **(mask if given == "mask" else {}))
+    assert loss == pytest.approx(before, abs=1e-4)
+    assert attends_causally(graphs) == (given == "nothing")
+
+
+def test_a_compiled_encoder_sees_all_tokens(transformers):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=64)).eval()
+    convert(model, INT8, frozen=True)
+    ids = torch.arange(24, device="cpu").view(1, 24)
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        compiled(model)
+        torch.testing.assert_close(model(ids).last_hidden_state, expected)
+
+
+def test_a_compiled_layer_quantises_once_what_products_share(peft, transformers):
+    """Query, key and value read one input, gate and up another; nothing is transposed for forward.
+
+    In backward each product has a gradient of its own, but the first layer's query, key and value,
+    whose input has none. No codes are kept for it: those of a weight are there.
+    """
+    model, targets = hugging_face(transformers, "llama")
+    convert(model, INT8, frozen=True)
+    _, _, (forward, backward) = loss_of_compiled(adapted(peft, model, targets))
+    counts = [
+        [
+            len(calls([graph], f"jetfire.{name}."))
+            for name in ("quantize", "gemm", "times_transpose")
+        ]
+        for graph in (forward, backward)
+    ]
+    assert counts == [[2 * 4, 2 * 7, 0], [2 * 7 - 3, 0, 2 * 7 - 3]]
+    assert {n.args[4] for n in calls([forward, backward], "jetfire.quantize.")} == {"q"}
+    (*_, output) = forward.graph.nodes
+    codes = [
+        n for n in output.args[0] if n.op != "placeholder" and n.meta["val"].dtype == torch.int8
+    ]
+    assert not codes
 
 
 def test_an_adapter_on_a_conv1d_keeps_its_layout(peft, transformers):

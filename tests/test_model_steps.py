@@ -263,6 +263,22 @@ def test_a_peer_attends_as_fused_models_do(word, sizes, name, causal):
     assert float(loss) == pytest.approx(float(plain.first()["loss"]), rel=1e-3)
 
 
+@pytest.mark.parametrize(("word", "sizes"), [("hf:llama-8x2048", GQA), ("hf:gpt2-350m", TINY)])
+def test_adapters_attend_as_fused_models_do(word, sizes):
+    """A peer as well, so that INT8's own gain shows."""
+    pytest.importorskip("peft")
+    case = bench.case_of(word, words({**sizes, "adapters": "4"}), ["int8"], CPU)
+    causal = {}
+    for name in ("int8", "compile", "compile_causal"):
+        made = ModelSubject(case, name, HERE, 0)
+        graphs = compiled(made.model)
+        made.forward = made.model
+        made.first()
+        causal[name] = attends_causally(graphs)
+    assert causal == {"int8": True, "compile": False, "compile_causal": True}
+    assert "compile_causal" in cases.ADAPTED_PEERS
+
+
 @pytest.mark.parametrize("function", ["named", "closure", "arguments"])
 def test_a_user_s_function_gives_model_and_batch(function, own):
     (row, eager), notes = measure(f"ownmodel:{function}", {})
