@@ -9,10 +9,16 @@
 #include "norm_tiles.cuh"
 #include "tile_codes.cuh"
 
-// dx = dy·weight·rstd + x·rstd·slope·rstd + offset. Times rstd the slope alone may be beyond fp32's
-// range, where x̂ is so small that its product is not.
+// Two factors, as large as one another to 2 bits or so. What is multiplied by both is after the
+// first between what it was and what it will be: it leaves fp32's range only if one of these does.
+struct Factors {
+  float first, second;
+};
+
+// dx = dy·weight·rstd + x·slope + offset.
 struct alignas(16) Row {
-  float rstd, slope, offset;
+  float rstd, offset;
+  Factors slope;
 };
 
 struct Shared {
@@ -45,6 +51,14 @@ DEVICE void fetch(Shared& shared, int stage, int row0, int column0, const Argume
 
 // --- sums ----------------------------------------------------------------------------------------
 
+// Return the factors of a number, of which the first is a power of two.
+DEVICE Factors factors(double x) {
+  const int exponent = (__double2hiint(x) >> 20 & 0x7ff) - 1023;
+  const int half = min(max(exponent >> 1, -126), 127);
+  const double inverse = __hiloint2double((1023 - half) << 20, 0);
+  return {__int_as_float((half + 127) << 23), float(x * inverse)};
+}
+
 // Add up the parts of the sums of a tile's rows, a few threads per row.
 DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
   constexpr int SLICES = THREADS / TILE;
@@ -65,10 +79,13 @@ DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
   }
   if (threadIdx.x % SLICES) return;
   const float rstd = row < p.m ? p.rstd[row] : 0.0f, inverse = 1.0f / float(p.n);
-  const float shift = CENTERED && row < p.m ? p.mean[row] * rstd : 0.0f;
-  const float slope = -(even.of[0] * inverse);
-  const float offset = CENTERED ? (-shift * slope - even.of[SUMS - 1] * inverse) * rstd : 0.0f;
-  shared.rows[i] = {rstd, slope, offset};
+  const double wide = rstd, along = even.of[0] * inverse;
+  double offset = 0;
+  if (CENTERED) {
+    const double mean = row < p.m ? p.mean[row] : 0.0f, plain = even.of[SUMS - 1] * inverse;
+    offset = (mean * wide * along - plain) * wide;
+  }
+  shared.rows[i] = {rstd, float(offset), factors(-along * wide * wide)};
 }
 
 // Add up the parts of the sums of 32 columns, a slice of them per warp.
@@ -187,13 +204,13 @@ DEVICE float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST, x)
 // Take a part's dx; return the bits of the largest |value|.
 DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int row0, int column0,
                      const Arguments& p, const Lane& lane) {
+  to.begin(row0, column0, p, lane);  // before the rest, or a register spills
   const Tile tile(shared.ring, stage);
   const float x_scale = tile.scale(0, part);
   float dy_scale = tile.scale(1, part);
   // dy_scale·rstd may overflow where dy_scale·rstd·weight does not: weights get 2^64 of a large scale.
   const float shift = dy_scale > 0x1p64f ? 0x1p64f : 1.0f;
   dy_scale *= dy_scale > 0x1p64f ? 0x1p-64f : 1.0f;
-  to.begin(row0, column0, p, lane);
   float weight[WIDE];
 #pragma unroll
   for (int j = 0; j < WIDE; j += 4) {
@@ -212,7 +229,7 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
     // What lies beyond the matrix would hold the offset.
     if (columns <= 0) row.offset = 0;
     const float of_dy = dy_scale * row.rstd;
-    const float of_x = finite(x_scale * row.rstd * row.slope * row.rstd);
+    const float of_x = finite(x_scale * row.slope.first * row.slope.second);
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
       const float rest = CENTERED ? fmaf(x[j], of_x, row.offset) : x[j] * of_x;

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -119,6 +120,41 @@ def load_codes(ptr, rows, cols, M, N, stride):
 def load_vector(ptr, places, size):
     """Load a number for each place of a row or a column, 0 beyond its end."""
     return gl.load(ptr + places, mask=places < size, other=0.0)
+
+
+@gluon.jit
+def finite(x):
+    """Replace ±∞ by fp32's largest numbers, so that a code of 0 times it is 0."""
+    largest: gl.constexpr = 3.4028234663852886e38
+    x = gl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
+    return gl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def apart(scale):
+    """Return a scale of at most 2^64, and 2^64 or 1, which make the scale that is given.
+
+    A large scale may overflow times rstd where it does not times rstd and a weight.
+    """
+    large = scale > 18446744073709551616.0
+    return (
+        gl.where(large, scale * 5.421010862427522e-20, scale),
+        gl.where(large, 18446744073709551616.0, 1.0),
+    )
+
+
+@gluon.jit
+def factors(x):
+    """Return fp32 factors of an fp64 number, as large as one another to 2 bits or so.
+
+    What is multiplied by both is after the first between what it was and what it will be: it leaves
+    fp32's range only if one of these does.
+    """
+    exponent = ((x.to(gl.int64, bitcast=True) >> 52) & 0x7FF).to(gl.int32) - 1023
+    half = gl.minimum(gl.maximum(exponent >> 1, -126), 127)
+    first = ((half + 127) << 23).to(gl.float32, bitcast=True)
+    inverse = ((1023 - half).to(gl.int64) << 52).to(gl.float64, bitcast=True)
+    return first, (x * inverse).to(gl.float32)
 
 
 @gluon.jit

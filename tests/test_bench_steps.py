@@ -282,7 +282,7 @@ def test_torch_draws_on_after_a_capture_that_failed():
 
     with pytest.raises(RuntimeError):
         fail()
-    bench._leave_capture(device)
+    bench.leave_capture(device)
     torch.manual_seed(0)
     first = torch.rand(4, device=device)
     torch.manual_seed(0)

@@ -227,6 +227,7 @@ class TrainingBench:
         """Let go of BF16 eager, the largest: it was compared with, or its results are kept."""
         self.note(f"{case}: {EAGER} is not timed: out of memory beside the others")
         del subjects[EAGER]
+        forget_compiled()  # what did not fit may be a compiled model, which Dynamo holds
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -339,6 +340,7 @@ class TrainingBench:
                     raise RuntimeError("it waits for the device")
                 found[f"{name} graph"] = subject.capture()
             except RuntimeError as error:
+                leave_capture(self.where)
                 self._failed(case, f"{name} as a CUDA graph", error)
         return found
 
@@ -374,6 +376,16 @@ class TrainingBench:
             throttled=None if timing.throttled is None else list(timing.throttled),
             extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
         )
+
+
+def leave_capture(device: torch.device) -> None:
+    """Have torch draw on a device again, once a capture there has failed.
+
+    Such a capture does not end for torch's generator, which then draws within a capture alone.
+    """
+    fresh = torch.Generator(device)
+    default = torch.cuda.default_generators[device.index]
+    default.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _call(subject: Subject) -> None:

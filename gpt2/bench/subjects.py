@@ -7,10 +7,10 @@ the same fp32 parameters and the same optimizer, where the case names no other f
 
 from __future__ import annotations
 
-import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +204,10 @@ class StepSubject(Subject):
 class BlockSubject(Subject):
     """A block whose weights are quantised (or cast) in each call.
 
+    All calls run on one stream, that of a CUDA graph too. A node that adds up a gradient stays on
+    the stream of the first call that has it, as long as anything holds the node; a capture that
+    waited for another stream failed (a Llama block under torch.compile, H100).
+
     Args:
         name: a recipe or a peer.
         x, dy: bf16, batch×context×width: the input and the output's gradient.
@@ -223,7 +227,19 @@ class BlockSubject(Subject):
         if peer.fp8 is not None:
             in_fp8(self.model, peer.fp8)
         self.forward = torch.compile(self.model) if peer.compiled else self.model
+        self.stream = torch.cuda.Stream(x.device) if x.is_cuda else None
         self.wrong = ""
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        if self.stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.x.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
 
     def _outputs(self) -> torch.Tensor:
         x, side = self.x, self.recipe.flow
@@ -236,8 +252,9 @@ class BlockSubject(Subject):
         return stream.x.view(x.shape)
 
     def first(self) -> Tensors:
-        y = self._outputs()
-        y.backward(self.dy.to(y.dtype))
+        with self._on_own_stream():
+            y = self._outputs()
+            y.backward(self.dy.to(y.dtype))
         assert self.x.grad is not None
         # Of the branches alone: what the residual stream passes on would hide their errors.
         return {
@@ -255,9 +272,14 @@ class BlockSubject(Subject):
         self.x.grad = None
 
     def accumulate(self) -> object:
+        with self._on_own_stream():
+            self._forward_backward()
+        return None
+
+    def _forward_backward(self) -> None:
+        """Return nothing: timers hold results, and y all that backward needs."""
         y = self._outputs()
         y.backward(self.dy.to(y.dtype))
-        return None  # timers hold results, and y all that backward needs
 
     def standing(self) -> Iterable[torch.Tensor]:
         yield from super().standing()
@@ -265,20 +287,13 @@ class BlockSubject(Subject):
             yield self.x.grad
 
     def capture(self) -> Callable[[], object]:
-        # The graph of an earlier call that waits for the collector keeps the nodes that add up
-        # gradients, which belong to that call's stream: a capture may not wait for another stream.
-        gc.collect()
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            torch.manual_seed(0)
-            self.call()
-        current.wait_stream(stream)
+        torch.manual_seed(0)
+        self.call()
         expected = self._gradient().clone()
         self.forget()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            self.call()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self._forward_backward()
         torch.manual_seed(0)  # which draws the same rows in 4 bits
         graph.replay()
         error = float((self._gradient() - expected).norm() / expected.norm())

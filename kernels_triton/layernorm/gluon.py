@@ -8,7 +8,10 @@ from triton.experimental.gluon import language as gl
 from jetfire.kernels_triton.gluon_rows import (
     RUN,
     add_parts,
+    apart,
     col_places,
+    factors,
+    finite,
     load_codes,
     load_vector,
     narrow,
@@ -224,7 +227,8 @@ def finish_kernel(
     dbias_parts_ptr,
     mean_ptr,
     rstd_ptr,
-    slope_ptr,
+    first_ptr,
+    second_ptr,
     offset_ptr,
     dweight_ptr,
     dbias_ptr,
@@ -239,19 +243,22 @@ def finish_kernel(
 ):
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
-    Each row gets the slope, without x's scale, and the offset of
+    Each row gets the slope, as two factors, and the offset of
     dx = dy·weight·rstd + x·slope + offset.
     """
     pid = gl.program_id(0)
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
     if pid < row_programs:
         rows = pid * W + lanes
-        rstd = load_vector(rstd_ptr, rows, M)
-        mean = load_vector(mean_ptr, rows, M)
-        slope = -rstd * rstd * (add_parts(along_ptr, rows, M, across, P, layout) / N)
-        offset = -mean * slope - rstd * (add_parts(plain_ptr, rows, M, across, P, layout) / N)
-        gl.store(slope_ptr + rows, slope, mask=rows < M)
-        gl.store(offset_ptr + rows, offset, mask=rows < M)
+        rstd = load_vector(rstd_ptr, rows, M).to(gl.float64)
+        mean = load_vector(mean_ptr, rows, M).to(gl.float64)
+        along = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
+        plain = (add_parts(plain_ptr, rows, M, across, P, layout) / N).to(gl.float64)
+        first, second = factors(-along * rstd * rstd)
+        offset = (mean * rstd * along - plain) * rstd
+        gl.store(first_ptr + rows, first, mask=rows < M)
+        gl.store(second_ptr + rows, second, mask=rows < M)
+        gl.store(offset_ptr + rows, offset.to(gl.float32), mask=rows < M)
     else:
         cols = (pid - row_programs) * W + lanes
         dweight = add_parts(dweight_parts_ptr, cols, N, down, P, layout)
@@ -268,7 +275,8 @@ def gradient_kernel(
     dy_scale_ptr,
     weight_ptr,
     rstd_ptr,
-    slope_ptr,
+    first_ptr,
+    second_ptr,
     offset_ptr,
     dsum_ptr,
     seed_ptr,
@@ -308,11 +316,13 @@ def gradient_kernel(
     dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
     weight = load_vector(weight_ptr, cols, N)
     rstd = load_vector(rstd_ptr, rows, M)
-    slope = load_vector(slope_ptr, rows, M)
+    first, second = load_vector(first_ptr, rows, M), load_vector(second_ptr, rows, M)
     offset = load_vector(offset_ptr, rows, M)
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
-    dx = (to_floats(dy) * (dy_scale * rstd)) * weight + (to_floats(x) * (x_scale * slope) + offset)
+    of_x = to_floats(x) * finite(x_scale * first * second) + offset
+    dy_scale, shift = apart(dy_scale)
+    dx = (to_floats(dy) * finite(dy_scale * rstd)) * (weight * shift) + of_x
     if not WHOLE:  # what lies beyond would hold the offset
         dx = gl.where(inside, dx, 0.0)
     if RESIDUAL:

@@ -17,7 +17,7 @@ class GluonLayerNorm(GluonNorm):
     gradient = gluon.gradient_kernel
     by_row = ("plain", "along")
     by_column = ("dweight_parts", "dbias_parts")
-    slopes = ("slope", "offset")
+    slopes = ("first", "second", "offset")
 
     def tile(self, problem: Any, config: NormConfig) -> dict[str, Any]:
         """Return those of every norm, and whether no tile reaches beyond the matrix."""

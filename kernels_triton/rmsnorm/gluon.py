@@ -7,14 +7,16 @@ not 33.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetfire.kernels_triton.gluon_rows import (
     RUN,
     add_parts,
+    apart,
     col_places,
+    factors,
+    finite,
     load_codes,
     load_vector,
     narrow,
@@ -27,12 +29,6 @@ from jetfire.kernels_triton.gluon_rows import (
     to_floats,
     widen,
 )
-
-
-@gluon.jit
-def finite(x):
-    """Replace ∞ by fp32's largest number, so that a code of 0 times it is 0; x is not −∞."""
-    return gl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -179,7 +175,8 @@ def finish_kernel(
     along_ptr,
     dweight_parts_ptr,
     rstd_ptr,
-    slope_ptr,
+    first_ptr,
+    second_ptr,
     dweight_ptr,
     M,
     N,
@@ -192,14 +189,17 @@ def finish_kernel(
 ):
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
-    Each row gets rstd·mean(g·x̂), its slope.
+    Each row gets its slope, rstd²·mean(g·x̂), as two factors.
     """
     pid = gl.program_id(0)
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
     if pid < row_programs:
         rows = pid * W + lanes
-        mean = add_parts(along_ptr, rows, M, across, P, layout) / N
-        gl.store(slope_ptr + rows, mean * load_vector(rstd_ptr, rows, M), mask=rows < M)
+        rstd = load_vector(rstd_ptr, rows, M).to(gl.float64)
+        mean = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
+        first, second = factors(mean * rstd * rstd)
+        gl.store(first_ptr + rows, first, mask=rows < M)
+        gl.store(second_ptr + rows, second, mask=rows < M)
     else:
         cols = (pid - row_programs) * W + lanes
         dweight = add_parts(dweight_parts_ptr, cols, N, down, P, layout)
@@ -214,7 +214,8 @@ def gradient_kernel(
     dy_scale_ptr,
     weight_ptr,
     rstd_ptr,
-    slope_ptr,
+    first_ptr,
+    second_ptr,
     dsum_ptr,
     seed_ptr,
     total_ptr,
@@ -251,11 +252,12 @@ def gradient_kernel(
     dy = load_codes(dy_ptr, rows, cols, M, N, dy_stride)
     weight = load_vector(weight_ptr, cols, N)
     rstd = load_vector(rstd_ptr, rows, M)
-    slope = load_vector(slope_ptr, rows, M)
+    first, second = load_vector(first_ptr, rows, M), load_vector(second_ptr, rows, M)
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
-    of_x = to_floats(x) * (x_scale * rstd * slope)
-    dx = to_floats(dy) * finite(dy_scale * rstd) * weight - of_x
+    of_x = to_floats(x) * finite(x_scale * first * second)
+    dy_scale, shift = apart(dy_scale)
+    dx = to_floats(dy) * finite(dy_scale * rstd) * (weight * shift) - of_x
     if RESIDUAL:
         dsum = load_codes(dsum_ptr, rows, cols, M, N, dsum_stride)
         total = narrow(widen(dsum) + dx)

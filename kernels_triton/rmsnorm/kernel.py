@@ -15,4 +15,4 @@ class GluonRmsNorm(GluonNorm):
     gradient = gluon.gradient_kernel
     by_row = ("along",)
     by_column = ("dweight_parts",)
-    slopes = ("slope",)
+    slopes = ("first", "second")
