@@ -15,7 +15,8 @@ struct Factors {
   float first, second;
 };
 
-// dx = dy·weight·rstd + x·slope + offset.
+// Half of dx is dy·weight/2·rstd + x·slope + offset. Halves, so that what makes dx infinite makes it so
+// though the factor of a code is finite.
 struct alignas(16) Row {
   float rstd, offset;
   Factors slope;
@@ -85,7 +86,7 @@ DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
     const double mean = row < p.m ? p.mean[row] : 0.0f, plain = even.of[SUMS - 1] * inverse;
     offset = (mean * wide * along - plain) * wide;
   }
-  shared.rows[i] = {rstd, float(offset), factors(-along * wide * wide)};
+  shared.rows[i] = {rstd, float(offset / 2), factors(-along * wide * wide / 2)};
 }
 
 // Add up the parts of the sums of 32 columns, a slice of them per warp.
@@ -120,11 +121,11 @@ struct Values {
 
   DEVICE void begin(int, int, const Arguments&, const Lane&) {}
 
-  DEVICE void take(int k, const float (&dx)[WIDE]) {
+  DEVICE void take(int k, const float (&half)[WIDE]) {
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
-      values[k][j] = dx[j];
-      most = max_nan(most, fabsf(dx[j]));
+      const float dx = values[k][j] = 2 * half[j];
+      most = max_nan(most, fabsf(dx));
     }
   }
 
@@ -157,11 +158,12 @@ struct Stream : Pairs {
     }
   }
 
-  DEVICE void take(int k, const float (&dx)[WIDE]) {
+  DEVICE void take(int k, const float (&half)[WIDE]) {
 #pragma unroll
     for (int j = 0; j < WIDE; j += 2) {
       uint32_t& pair = pairs[k][j / 2];
-      pair = pack_bf16(low_bf16(pair) + dx[j], high_bf16(pair) + dx[j + 1]);
+      const float low = fmaf(half[j], 2, low_bf16(pair));
+      pair = pack_bf16(low, fmaf(half[j + 1], 2, high_bf16(pair)));
       most = max_magnitudes(most, pair);
     }
   }
@@ -201,7 +203,7 @@ using Part = HeldAs<RESIDUAL>::Type;
 // Return ±∞ as the largest number of its sign, so that a code of 0 times it is 0.
 DEVICE float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST, x) : x; }
 
-// Take a part's dx; return the bits of the largest |value|.
+// Take a part's halves of dx; return the bits of the largest |value|.
 DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int row0, int column0,
                      const Arguments& p, const Lane& lane) {
   to.begin(row0, column0, p, lane);  // before the rest, or a register spills
@@ -209,7 +211,7 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
   const float x_scale = tile.scale(0, part);
   float dy_scale = tile.scale(1, part);
   // dy_scale·rstd may overflow where dy_scale·rstd·weight does not: weights get 2^64 of a large scale.
-  const float shift = dy_scale > 0x1p64f ? 0x1p64f : 1.0f;
+  const float shift = dy_scale > 0x1p64f ? 0x1p63f : 0.5f;
   dy_scale *= dy_scale > 0x1p64f ? 0x1p-64f : 1.0f;
   float weight[WIDE];
 #pragma unroll
@@ -222,7 +224,7 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
   const int columns = p.n - column0 - lane.column;
 #pragma unroll
   for (int k = 0; k < TALL; ++k) {
-    float x[WIDE], dy[WIDE], dx[WIDE];
+    float x[WIDE], dy[WIDE], half[WIDE];
     to_floats(x, lane.codes(tile, 0, part, k));
     to_floats(dy, lane.codes(tile, 1, part, k));
     Row row = shared.rows[row_of(part) + lane.row_at(k)];
@@ -233,10 +235,10 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
       const float rest = CENTERED ? fmaf(x[j], of_x, row.offset) : x[j] * of_x;
-      dx[j] = fmaf(dy[j] * weight[j], of_dy, rest);
-      if (CENTERED && !WHOLE_LANES && j >= columns) dx[j] = 0;
+      half[j] = fmaf(dy[j] * weight[j], of_dy, rest);
+      if (CENTERED && !WHOLE_LANES && j >= columns) half[j] = 0;
     }
-    to.take(k, dx);
+    to.take(k, half);
   }
   to.end(row0, column0, p, lane);
   return __reduce_max_sync(ALL, to.largest());

@@ -132,14 +132,14 @@ def finite(x):
 
 @gluon.jit
 def apart(scale):
-    """Return a scale of at most 2^64, and 2^64 or 1, which make the scale that is given.
+    """Return a scale of at most 2^64, and ½ or 2^63, which make half of the scale that is given.
 
     A large scale may overflow times rstd where it does not times rstd and a weight.
     """
     large = scale > 18446744073709551616.0
     return (
         gl.where(large, scale * 5.421010862427522e-20, scale),
-        gl.where(large, 18446744073709551616.0, 1.0),
+        gl.where(large, 9223372036854775808.0, 0.5),
     )
 
 

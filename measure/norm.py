@@ -201,7 +201,7 @@ class Norm(RowOp):
 
         x, dy = values_of(problem, inputs, "x", "dy")
         own = self.of_rows(x, problem.eps)
-        if not all(torch.allclose(inputs[k].double(), v, 1e-3, 1e-3) for k, v in own.items()):
+        if not all(torch.allclose(inputs[k].double(), v, 1e-6, 0.0) for k, v in own.items()):
             return []
         weight = inputs["weight"].double()
         leaves = [x, weight, torch.zeros_like(weight)][: 1 + len(self.parameters)]

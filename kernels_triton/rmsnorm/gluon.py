@@ -189,7 +189,7 @@ def finish_kernel(
 ):
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
-    Each row gets its slope, rstd²·mean(g·x̂), as two factors.
+    Each row gets half its slope, rstd²·mean(g·x̂), as two factors.
     """
     pid = gl.program_id(0)
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
@@ -197,7 +197,7 @@ def finish_kernel(
         rows = pid * W + lanes
         rstd = load_vector(rstd_ptr, rows, M).to(gl.float64)
         mean = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
-        first, second = factors(mean * rstd * rstd)
+        first, second = factors(mean * rstd * rstd * 0.5)
         gl.store(first_ptr + rows, first, mask=rows < M)
         gl.store(second_ptr + rows, second, mask=rows < M)
     else:
@@ -257,7 +257,9 @@ def gradient_kernel(
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
     of_x = to_floats(x) * finite(x_scale * first * second)
     dy_scale, shift = apart(dy_scale)
-    dx = to_floats(dy) * finite(dy_scale * rstd) * (weight * shift) - of_x
+    # Half of dx: what makes dx infinite then makes it so though the factor of a code is finite.
+    half = to_floats(dy) * finite(dy_scale * rstd) * (weight * shift) - of_x
+    dx = half * 2.0
     if RESIDUAL:
         dsum = load_codes(dsum_ptr, rows, cols, M, N, dsum_stride)
         total = narrow(widen(dsum) + dx)
