@@ -15,8 +15,7 @@ struct Factors {
   float first, second;
 };
 
-// Half of dx is dy·weight/2·rstd + x·slope + offset. Halves, so that what makes dx infinite makes it so
-// though the factor of a code is finite.
+// dx = dy·weight·rstd + x·slope + offset.
 struct alignas(16) Row {
   float rstd, offset;
   Factors slope;
@@ -86,7 +85,7 @@ DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
     const double mean = row < p.m ? p.mean[row] : 0.0f, plain = even.of[SUMS - 1] * inverse;
     offset = (mean * wide * along - plain) * wide;
   }
-  shared.rows[i] = {rstd, float(offset / 2), factors(-along * wide * wide / 2)};
+  shared.rows[i] = {rstd, float(offset), factors(-along * wide * wide)};
 }
 
 // Add up the parts of the sums of 32 columns, a slice of them per warp.
@@ -121,11 +120,11 @@ struct Values {
 
   DEVICE void begin(int, int, const Arguments&, const Lane&) {}
 
-  DEVICE void take(int k, const float (&half)[WIDE]) {
+  DEVICE void take(int k, const float (&dx)[WIDE]) {
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
-      const float dx = values[k][j] = 2 * half[j];
-      most = max_nan(most, fabsf(dx));
+      values[k][j] = dx[j];
+      most = max_nan(most, fabsf(dx[j]));
     }
   }
 
@@ -158,12 +157,11 @@ struct Stream : Pairs {
     }
   }
 
-  DEVICE void take(int k, const float (&half)[WIDE]) {
+  DEVICE void take(int k, const float (&dx)[WIDE]) {
 #pragma unroll
     for (int j = 0; j < WIDE; j += 2) {
       uint32_t& pair = pairs[k][j / 2];
-      const float low = fmaf(half[j], 2, low_bf16(pair));
-      pair = pack_bf16(low, fmaf(half[j + 1], 2, high_bf16(pair)));
+      pair = pack_bf16(low_bf16(pair) + dx[j], high_bf16(pair) + dx[j + 1]);
       most = max_magnitudes(most, pair);
     }
   }
@@ -200,19 +198,19 @@ struct HeldAs<true> {
 };
 using Part = HeldAs<RESIDUAL>::Type;
 
-// Return ±∞ as the largest number of its sign, so that a code of 0 times it is 0.
-DEVICE float finite(float x) { return fabsf(x) > LARGEST ? copysignf(LARGEST, x) : x; }
+// Return ∞ as the largest number, so that a code of 0 times it is 0.
+DEVICE float finite(float x) { return x > LARGEST ? LARGEST : x; }
 
-// Take a part's halves of dx; return the bits of the largest |value|.
+// Take a part's dx; return the bits of the largest |value|.
 DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int row0, int column0,
                      const Arguments& p, const Lane& lane) {
-  to.begin(row0, column0, p, lane);  // before the rest, or a register spills
   const Tile tile(shared.ring, stage);
   const float x_scale = tile.scale(0, part);
   float dy_scale = tile.scale(1, part);
   // dy_scale·rstd may overflow where dy_scale·rstd·weight does not: weights get 2^64 of a large scale.
-  const float shift = dy_scale > 0x1p64f ? 0x1p63f : 0.5f;
+  const float shift = dy_scale > 0x1p64f ? 0x1p64f : 1.0f;
   dy_scale *= dy_scale > 0x1p64f ? 0x1p-64f : 1.0f;
+  to.begin(row0, column0, p, lane);
   float weight[WIDE];
 #pragma unroll
   for (int j = 0; j < WIDE; j += 4) {
@@ -224,21 +222,23 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
   const int columns = p.n - column0 - lane.column;
 #pragma unroll
   for (int k = 0; k < TALL; ++k) {
-    float x[WIDE], dy[WIDE], half[WIDE];
+    float x[WIDE], dy[WIDE], dx[WIDE];
     to_floats(x, lane.codes(tile, 0, part, k));
     to_floats(dy, lane.codes(tile, 1, part, k));
     Row row = shared.rows[row_of(part) + lane.row_at(k)];
     // What lies beyond the matrix would hold the offset.
     if (columns <= 0) row.offset = 0;
     const float of_dy = dy_scale * row.rstd;
-    const float of_x = finite(x_scale * row.slope.first * row.slope.second);
+    const float of_x = finite(x_scale * row.slope.first);
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
-      const float rest = CENTERED ? fmaf(x[j], of_x, row.offset) : x[j] * of_x;
-      half[j] = fmaf(dy[j] * weight[j], of_dy, rest);
-      if (CENTERED && !WHOLE_LANES && j >= columns) half[j] = 0;
+      // A code's two factors, each finite: it is 0 or infinite where their product is.
+      const float part = x[j] * of_x, last = row.slope.second;
+      const float rest = CENTERED ? fmaf(part, last, row.offset) : part * last;
+      dx[j] = fmaf(dy[j] * weight[j], of_dy, rest);
+      if (CENTERED && !WHOLE_LANES && j >= columns) dx[j] = 0;
     }
-    to.take(k, half);
+    to.take(k, dx);
   }
   to.end(row0, column0, p, lane);
   return __reduce_max_sync(ALL, to.largest());

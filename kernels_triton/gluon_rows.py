@@ -124,23 +124,8 @@ def load_vector(ptr, places, size):
 
 @gluon.jit
 def finite(x):
-    """Replace ±∞ by fp32's largest numbers, so that a code of 0 times it is 0."""
-    largest: gl.constexpr = 3.4028234663852886e38
-    x = gl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
-    return gl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def apart(scale):
-    """Return a scale of at most 2^64, and ½ or 2^63, which make half of the scale that is given.
-
-    A large scale may overflow times rstd where it does not times rstd and a weight.
-    """
-    large = scale > 18446744073709551616.0
-    return (
-        gl.where(large, scale * 5.421010862427522e-20, scale),
-        gl.where(large, 9223372036854775808.0, 0.5),
-    )
+    """Replace ∞ by fp32's largest number, so that a code of 0 times it is 0; x is not −∞."""
+    return gl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit

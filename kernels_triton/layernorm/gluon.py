@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 from jetfire.kernels_triton.gluon_rows import (
     RUN,
     add_parts,
-    apart,
     col_places,
     factors,
     finite,
@@ -244,7 +243,7 @@ def finish_kernel(
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
     Each row gets the slope, as two factors, and the offset of
-    dx/2 = dy·weight/2·rstd + x·slope + offset.
+    dx = dy·weight·rstd + x·slope + offset.
     """
     pid = gl.program_id(0)
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
@@ -254,8 +253,8 @@ def finish_kernel(
         mean = load_vector(mean_ptr, rows, M).to(gl.float64)
         along = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
         plain = (add_parts(plain_ptr, rows, M, across, P, layout) / N).to(gl.float64)
-        first, second = factors(-along * rstd * rstd * 0.5)
-        offset = (mean * rstd * along - plain) * rstd * 0.5
+        first, second = factors(-along * rstd * rstd)
+        offset = (mean * rstd * along - plain) * rstd
         gl.store(first_ptr + rows, first, mask=rows < M)
         gl.store(second_ptr + rows, second, mask=rows < M)
         gl.store(offset_ptr + rows, offset.to(gl.float32), mask=rows < M)
@@ -320,11 +319,9 @@ def gradient_kernel(
     offset = load_vector(offset_ptr, rows, M)
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
-    of_x = to_floats(x) * finite(x_scale * first * second) + offset
-    dy_scale, shift = apart(dy_scale)
-    # Half of dx: what makes dx infinite then makes it so though the factor of a code is finite.
-    half = to_floats(dy) * finite(dy_scale * rstd) * (weight * shift) + of_x
-    dx = half * 2.0
+    # A code's two factors, each finite: it is 0 or infinite where their product is.
+    of_x = to_floats(x) * finite(x_scale * first) * second + offset
+    dx = to_floats(dy) * weight * dy_scale * rstd + of_x
     if not WHOLE:  # what lies beyond would hold the offset
         dx = gl.where(inside, dx, 0.0)
     if RESIDUAL:

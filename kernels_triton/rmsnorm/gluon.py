@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from jetfire.kernels_triton.gluon_rows import (
     RUN,
     add_parts,
-    apart,
     col_places,
     factors,
     finite,
@@ -189,7 +188,7 @@ def finish_kernel(
 ):
     """Add up the parts of the rows (the first row_programs) and of the columns.
 
-    Each row gets half its slope, rstd²·mean(g·x̂), as two factors.
+    Each row gets its slope, rstd²·mean(g·x̂), as two factors.
     """
     pid = gl.program_id(0)
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
@@ -197,7 +196,7 @@ def finish_kernel(
         rows = pid * W + lanes
         rstd = load_vector(rstd_ptr, rows, M).to(gl.float64)
         mean = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
-        first, second = factors(mean * rstd * rstd * 0.5)
+        first, second = factors(mean * rstd * rstd)
         gl.store(first_ptr + rows, first, mask=rows < M)
         gl.store(second_ptr + rows, second, mask=rows < M)
     else:
@@ -255,11 +254,9 @@ def gradient_kernel(
     first, second = load_vector(first_ptr, rows, M), load_vector(second_ptr, rows, M)
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
-    of_x = to_floats(x) * finite(x_scale * first * second)
-    dy_scale, shift = apart(dy_scale)
-    # Half of dx: what makes dx infinite then makes it so though the factor of a code is finite.
-    half = to_floats(dy) * finite(dy_scale * rstd) * (weight * shift) - of_x
-    dx = half * 2.0
+    # A code's two factors, each finite: it is 0 or infinite where their product is.
+    of_x = to_floats(x) * finite(x_scale * first) * second
+    dx = to_floats(dy) * weight * dy_scale * rstd - of_x
     if RESIDUAL:
         dsum = load_codes(dsum_ptr, rows, cols, M, N, dsum_stride)
         total = narrow(widen(dsum) + dx)
