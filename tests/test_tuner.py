@@ -163,11 +163,13 @@ def recorded(name):
     return Recording.load(DATA / f"gemm-{name}-h200.json.gz")
 
 
-@cache
+SEARCHES = 20
+
+
 def gaps(name, strategy):
-    """How far above the optimum 20 searches of 15% of the space end; they know no default."""
-    recording, found = recorded(name), []
-    for seed in range(20):
+    """How far above the optimum searches of 15% of the space end; they know no default."""
+    recording = recorded(name)
+    for seed in range(SEARCHES):
         space = recording.space()
         identity = Identity(recording.kernel, recording.problem, HERE, space, "time", "normal")
         sampler = strategy_of(strategy, space, seed, ())
@@ -176,14 +178,22 @@ def gaps(name, strategy):
         search(study, ReplayRunner(recording.trials), Limits(trials, math.inf), lambda *_: None)
         times = [m.ms for _, m in study.finished() if m.outcome == "ok"]
         assert len(study.finished()) == trials
-        found.append(min(times) / recording.optimum_ms - 1)
-    return found
+        yield min(times) / recording.optimum_ms - 1
+
+
+@cache
+def median_of_random(name):
+    return statistics.median(gaps(name, "random"))
 
 
 def near_the_optimum(name, strategy):
+    """The median is within 3%, and below that of random searches.
+
+    It is once more than half of the searches are: the rest, which take minutes, are not run.
+    """
     assert len(recorded(name).space().pool) >= 400
-    assert statistics.median(gaps(name, strategy)) <= 0.03
-    assert statistics.median(gaps(name, strategy)) < statistics.median(gaps(name, "random"))
+    near = (gap <= 0.03 and gap < median_of_random(name) for gap in gaps(name, strategy))
+    assert sum(itertools.islice(filter(None, near), SEARCHES // 2 + 1)) > SEARCHES // 2
 
 
 @pytest.mark.parametrize("name", ["triton", "wgmma"])
