@@ -18,7 +18,7 @@ from jetfire.report.chart import (
     save,
     verbatim,
 )
-from jetfire.report.rows import varying
+from jetfire.report.rows import grouped, varying
 from jetfire.report.table import Section, Table
 from jetfire.report.text import NOTHING, scaled, time_text, times
 
@@ -215,11 +215,14 @@ def table(lines: Sequence[tuple[str, str, Counted]]) -> Table:
 
 
 def _named(rows: Sequence[Row]) -> list[tuple[str, str, Counted]]:
-    _, differing = varying(rows)
-    several = len({row.op for row in rows}) > 1
+    """Return each row's problem, by what differs among those of its op, its label and counters."""
+    by_op = grouped(rows, lambda row: row.op)
+    differing = {op: varying(same)[1] for op, same in by_op.items()}
     return [
         (
-            " ".join([*([row.op] if several else []), shape_text(row.problem, differing)]),
+            " ".join(
+                [*([row.op] if len(by_op) > 1 else []), shape_text(row.problem, differing[row.op])]
+            ),
             row.label,
             row.extra["counters"],
         )

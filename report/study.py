@@ -34,7 +34,7 @@ def lines(record: StudyRecord) -> list[dict[str, Any]]:
 
 def readme(record: StudyRecord) -> Table:
     """Return the README's table."""
-    return table(record, f"{record['preset']}, {record['tokens'] / 1e6:.1f} M tokens: ")
+    return table(record, f"{_model(record)}, {record['tokens'] / 1e6:.1f} M tokens: ")
 
 
 def section(record: StudyRecord) -> Section:
@@ -44,7 +44,15 @@ def section(record: StudyRecord) -> Section:
         f"{record['tokens'] / 1e6:.1f} M in all, of {data['name']}'s "
         f"{data['tokens']['train'] / 1e6:.1f} M. {explained(record)}"
     )
-    return Section(f"Study of recipes, {record['preset']}", text, [table(record)])
+    if "," in record["device"]:
+        text += f" Runs were on {record['device']}."
+    return Section(f"Study of recipes, {_model(record)}", text, [table(record)])
+
+
+def _model(record: StudyRecord) -> str:
+    """Return the preset, and how large the outliers are that were planted in it."""
+    planted = record["settings"].get("outliers")
+    return f"{record['preset']} with outliers ×{planted:g}" if planted else record["preset"]
 
 
 def _row(found: RecipeLosses) -> list[str]:

@@ -534,3 +534,15 @@ def test_the_range_of_a_run_is_named(capsys, monkeypatch):
     assert execute("bench", words) == 0
     assert pushed == ["jetfire quantize triton"]
     assert "in NVTX range 'jetfire quantize triton'" in capsys.readouterr().out
+
+
+def test_a_problem_is_named_by_what_differs_among_those_of_its_op():
+    found = {"dram_pct": 90.0}
+    problems = [
+        ("add", {"m": 8, "n": 8, "block": 32, "mode": "fwd"}),
+        ("add", {"m": 8, "n": 8, "block": 64, "mode": "fwd"}),
+        ("transpose", {"m": 8, "n": 8, "block": 32}),
+    ]
+    rows = [Row(op, "triton", "kernel", p, ms=1.0, extra={"counters": found}) for op, p in problems]
+    said = [one.partition(":")[0] for one in shown.sentences(rows)]
+    assert said == ["add 8×8 block=32 triton", "add 8×8 block=64 triton", "transpose 8×8 triton"]

@@ -24,13 +24,14 @@ def addition(results: Results, file: Path) -> Addition:
     """Return what the runs and studies beside a results file add to its documents.
 
     The runs are the logs in training/*.jsonl.gz (`jetfire.gpt2.training.keep`), the studies
-    study-*.json (`jetfire train study --record`); those of other devices add nothing.
+    study-*.json (`jetfire train study --record`); those of other devices add nothing. A study of
+    several devices is beside the results of the one that began it.
     """
     device = results.device.get("name")
     kept = map(read, sorted((file.parent / FOLDER).glob("*.jsonl.gz")))
     studies = map(study_record.read, sorted(file.parent.glob("study-*.json")))
     return runs.addition(
         [run for run in kept if run.head["device"]["name"] == device],
-        [record for record in studies if record["device"] == device],
+        [record for record in studies if record["device"].split(", ")[0] == device],
         file,
     )
