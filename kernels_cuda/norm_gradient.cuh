@@ -9,8 +9,8 @@
 #include "norm_tiles.cuh"
 #include "tile_codes.cuh"
 
-// Two factors, as large as one another to 2 bits or so. What is multiplied by both is after the
-// first between what it was and what it will be: it leaves fp32's range only if one of these does.
+// A number as two factors, each about the size of its square root. A value that is multiplied by one
+// and then by the other passes through nothing larger or smaller than what it begins and ends as.
 struct Factors {
   float first, second;
 };
@@ -53,10 +53,11 @@ DEVICE void fetch(Shared& shared, int stage, int row0, int column0, const Argume
 
 // Return the factors of a number, of which the first is a power of two.
 DEVICE Factors factors(double x) {
-  const int exponent = (__double2hiint(x) >> 20 & 0x7ff) - 1023;
-  const int half = min(max(exponent >> 1, -126), 127);
-  const double inverse = __hiloint2double((1023 - half) << 20, 0);
-  return {__int_as_float((half + 127) << 23), float(x * inverse)};
+  // Exponents are stored with 1023 added in fp64, with 127 in fp32. Half of x's, within fp32's range:
+  const int exponent = __double2hiint(x) & 0x7ff00000;
+  const int half = min(max((exponent - (769 << 20)) >> 21, 1), 254);
+  const double inverse = __hiloint2double((1150 - half) << 20, 0);
+  return {__int_as_float(half << 23), float(x * inverse)};
 }
 
 // Add up the parts of the sums of a tile's rows, a few threads per row.
@@ -79,13 +80,13 @@ DEVICE void add_rows(Shared& shared, int row0, const Arguments& p) {
   }
   if (threadIdx.x % SLICES) return;
   const float rstd = row < p.m ? p.rstd[row] : 0.0f, inverse = 1.0f / float(p.n);
-  const double wide = rstd, along = even.of[0] * inverse;
-  double offset = 0;
+  const Factors slope = factors(-(even.of[0] * inverse) * double(rstd) * rstd);
+  float offset = 0;
   if (CENTERED) {
-    const double mean = row < p.m ? p.mean[row] : 0.0f, plain = even.of[SUMS - 1] * inverse;
-    offset = (mean * wide * along - plain) * wide;
+    const float mean = row < p.m ? p.mean[row] : 0.0f, plain = even.of[SUMS - 1] * inverse;
+    offset = fmaf(-mean * slope.first, slope.second, -plain * rstd);
   }
-  shared.rows[i] = {rstd, float(offset), factors(-along * wide * wide)};
+  shared.rows[i] = {rstd, offset, slope};
 }
 
 // Add up the parts of the sums of 32 columns, a slice of them per warp.
@@ -232,7 +233,7 @@ DEVICE uint32_t read(Part& to, const Shared& shared, int stage, int part, int ro
     const float of_x = finite(x_scale * row.slope.first);
 #pragma unroll
     for (int j = 0; j < WIDE; ++j) {
-      // A code's two factors, each finite: it is 0 or infinite where their product is.
+      // By one finite factor, then the other: a code of 0 makes 0 where the slope is infinite.
       const float part = x[j] * of_x, last = row.slope.second;
       const float rest = CENTERED ? fmaf(part, last, row.offset) : part * last;
       dx[j] = fmaf(dy[j] * weight[j], of_dy, rest);

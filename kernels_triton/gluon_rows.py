@@ -130,10 +130,10 @@ def finite(x):
 
 @gluon.jit
 def factors(x):
-    """Return fp32 factors of an fp64 number, as large as one another to 2 bits or so.
+    """Return an fp64 number as two fp32 factors, each about the size of its square root.
 
-    What is multiplied by both is after the first between what it was and what it will be: it leaves
-    fp32's range only if one of these does.
+    A value that is multiplied by one and then by the other passes through nothing larger or smaller
+    than what it begins and ends as.
     """
     exponent = ((x.to(gl.int64, bitcast=True) >> 52) & 0x7FF).to(gl.int32) - 1023
     half = gl.minimum(gl.maximum(exponent >> 1, -126), 127)

@@ -249,15 +249,15 @@ def finish_kernel(
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
     if pid < row_programs:
         rows = pid * W + lanes
-        rstd = load_vector(rstd_ptr, rows, M).to(gl.float64)
-        mean = load_vector(mean_ptr, rows, M).to(gl.float64)
-        along = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
-        plain = (add_parts(plain_ptr, rows, M, across, P, layout) / N).to(gl.float64)
-        first, second = factors(-along * rstd * rstd)
-        offset = (mean * rstd * along - plain) * rstd
+        rstd = load_vector(rstd_ptr, rows, M)
+        mean = load_vector(mean_ptr, rows, M)
+        along = add_parts(along_ptr, rows, M, across, P, layout) / N
+        plain = add_parts(plain_ptr, rows, M, across, P, layout) / N
+        first, second = factors(-along.to(gl.float64) * rstd * rstd)
+        offset = -mean * first * second - plain * rstd
         gl.store(first_ptr + rows, first, mask=rows < M)
         gl.store(second_ptr + rows, second, mask=rows < M)
-        gl.store(offset_ptr + rows, offset.to(gl.float32), mask=rows < M)
+        gl.store(offset_ptr + rows, offset, mask=rows < M)
     else:
         cols = (pid - row_programs) * W + lanes
         dweight = add_parts(dweight_parts_ptr, cols, N, down, P, layout)
@@ -319,7 +319,7 @@ def gradient_kernel(
     offset = load_vector(offset_ptr, rows, M)
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
-    # A code's two factors, each finite: it is 0 or infinite where their product is.
+    # By one finite factor, then the other: a code of 0 makes 0 where the slope is infinite.
     of_x = to_floats(x) * finite(x_scale * first) * second + offset
     dx = to_floats(dy) * weight * dy_scale * rstd + of_x
     if not WHOLE:  # what lies beyond would hold the offset

@@ -194,9 +194,9 @@ def finish_kernel(
     lanes = gl.arange(0, W, layout=gl.SliceLayout(0, layout))
     if pid < row_programs:
         rows = pid * W + lanes
-        rstd = load_vector(rstd_ptr, rows, M).to(gl.float64)
-        mean = (add_parts(along_ptr, rows, M, across, P, layout) / N).to(gl.float64)
-        first, second = factors(mean * rstd * rstd)
+        rstd = load_vector(rstd_ptr, rows, M)
+        mean = add_parts(along_ptr, rows, M, across, P, layout) / N
+        first, second = factors(mean.to(gl.float64) * rstd * rstd)
         gl.store(first_ptr + rows, first, mask=rows < M)
         gl.store(second_ptr + rows, second, mask=rows < M)
     else:
@@ -254,7 +254,7 @@ def gradient_kernel(
     first, second = load_vector(first_ptr, rows, M), load_vector(second_ptr, rows, M)
     x_scale = tile_scales(x_scale_ptr, rows, row0, runs, M, N, x_scale_stride, BLOCK, OUT_BLOCK)
     dy_scale = tile_scales(dy_scale_ptr, rows, row0, runs, M, N, dy_scale_stride, BLOCK, OUT_BLOCK)
-    # A code's two factors, each finite: it is 0 or infinite where their product is.
+    # By one finite factor, then the other: a code of 0 makes 0 where the slope is infinite.
     of_x = to_floats(x) * finite(x_scale * first) * second
     dx = to_floats(dy) * weight * dy_scale * rstd - of_x
     if RESIDUAL:
