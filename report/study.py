@@ -20,7 +20,21 @@ def table(record: StudyRecord, of: str = "") -> Table:
     """
     minus = f"minus {record['base']}'s"
     head = [f"{of}recipe", "seeds", "training loss", minus, "validation loss", minus, "ms per step"]
-    return Table(head, [[name, *_row(found)] for name, found in record["recipes"].items()])
+    return Table(
+        head, [[_label(record, name), *_row(record["recipes"][name])] for name in record["recipes"]]
+    )
+
+
+def _label(record: StudyRecord, recipe: str) -> str:
+    """Return a recipe's name, and its runs' devices where they are not those of the base's."""
+    devices = {
+        name: list(dict.fromkeys(run["device"] for run in found["runs"]))
+        for name, found in record["recipes"].items()
+    }
+    own = devices[recipe]
+    if own == devices.get(record["base"], own):
+        return recipe
+    return f"{recipe} ({', '.join(own)})"
 
 
 def lines(record: StudyRecord) -> list[dict[str, Any]]:
@@ -44,8 +58,6 @@ def section(record: StudyRecord) -> Section:
         f"{record['tokens'] / 1e6:.1f} M in all, of {data['name']}'s "
         f"{data['tokens']['train'] / 1e6:.1f} M. {explained(record)}"
     )
-    if "," in record["device"]:
-        text += f" Runs were on {record['device']}."
     return Section(f"Study of recipes, {_model(record)}", text, [table(record)])
 
 

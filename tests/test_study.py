@@ -448,15 +448,18 @@ def test_the_page_and_the_readme_have_the_study(tmp_path):
     for text in (page, readme.read_text()):
         assert text.count(row) == text.count("minus bf16's | validation loss") == 1
     assert "| tiny, 0.0 M tokens: recipe | seeds |" in readme.read_text()
-    # Of two devices it is beside the results of the first, and outliers are named with the model.
+    # Of two devices it is beside the results of the first, and says which runs were on the other.
     found = study_record.read(file.with_name("study-tiny.json"))
     found["device"] += ", NVIDIA A100"
+    for run in found["recipes"]["int8"]["runs"]:
+        run["device"] = "NVIDIA A100"
     found["settings"]["outliers"] = 50.0
     study_record.write(found, file.with_name("study-tiny.json"))
     documents.report(file, readme, False, addition)
     page = file.with_suffix(".md").read_text()
     assert "## Study of recipes, tiny with outliers ×50\n" in page
-    assert "Runs were on NVIDIA H200, NVIDIA A100.\n" in page
+    assert "| bf16 | 2 |" in page
+    assert "| int8 (NVIDIA A100) | 2 |" in page
     file.with_name("study-tiny.json").write_text("{}")
     with pytest.raises(UsageError, match=r"study-tiny\.json: schema 'None'"):
         documents.report(file, readme, True, addition)
@@ -771,4 +774,6 @@ def test_a_study_in_every_format(capsys):
     study.show(record, "md")
     out = capsys.readouterr().out
     assert texts.explained(record) in out
-    assert all(f"| {name} |" in out for name in record["recipes"])
+    for name, found in record["recipes"].items():
+        device = found["runs"][0]["device"]
+        assert f"| {name} |" in out if device == "NVIDIA H200" else f"| {name} ({device}) |" in out
