@@ -266,11 +266,19 @@ def test_bf16_eager_goes_where_all_do_not_fit_at_once(room):
     row, compiled = made.measure(TrainingCase(STEP, ("int8-block32",)))
     assert (row.kernel, compiled.kernel) == ("int8-block32", "compile")
     assert row.vs_peer == {"compile": 1.0}
-    assert notes[-1].endswith("eager is not timed: out of memory beside the others")
+    assert notes[-1].endswith("eager is not timed: no room for it beside the others")
     made._in_turn = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
     made.peers = [EAGER]
     assert made.measure(TrainingCase(STEP, ("int8-block32",))) == []
     assert notes[-1].endswith("left out: out of memory")
+
+
+@pytest.mark.gpu
+def test_room_on_a_gpu():
+    made = TrainingBench(Device.parse("cuda:0"), print, rounds=2)
+    assert made._has_room(1)
+    _, all_bytes = torch.cuda.mem_get_info(0)
+    assert not made._has_room(all_bytes + 1)
 
 
 @pytest.mark.gpu
@@ -596,6 +604,7 @@ def test_the_whole_way_on_the_gpu(problem):
         assert row.vs_peer.keys() == {"eager", "compile"}
         assert 0 < row.extra["activation_gib"] < row.extra["peak_gib"]
         assert row.extra["peer_activation_gib"].keys() == {"eager", "compile"}
+    assert not [note for note in notes if "as a CUDA graph left out" in note]
 
 
 @pytest.mark.parametrize("words", [["block"], ["gpt2-350m", "--set", "layers=2"]])

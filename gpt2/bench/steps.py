@@ -235,7 +235,7 @@ class TrainingBench:
 
     def _without_eager(self, case: TrainingWork, subjects: dict[str, Subject]) -> None:
         """Let go of BF16 eager, the largest: it was compared with, or its results are kept."""
-        self.note(f"{case}: {EAGER} is not timed: out of memory beside the others")
+        self.note(f"{case}: {EAGER} is not timed: no room for it beside the others")
         del subjects[EAGER]
         gc.collect()
         torch.cuda.empty_cache()
