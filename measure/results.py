@@ -99,6 +99,7 @@ class Extra(TypedDict, total=False):
     peer_peak_gib: Gibibytes
     peer_activation_gib: Gibibytes
     first_step_s: Amount | None
+    alone: bool
     counters: Counters
     gathered_of_fp32: Amount | None
 

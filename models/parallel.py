@@ -74,7 +74,6 @@ class ParallelBench(ModelBench):
     """Has other processes measure."""
 
     variants: ClassVar[Mapping[str, TorchVariant]] = SPREAD_PEERS
-    goes_without_eager: ClassVar[bool] = False  # the others would not know
 
     def measure(self, case: Any) -> list[Row]:
         """Rows of the recipes, then of the peers, of the first process.
@@ -275,6 +274,7 @@ class ShardedBench(ModelBench):
     group: Group = ALONE
     tell: Callable[[_Trouble | None], object] = lambda _: None
     variants: ClassVar[Mapping[str, TorchVariant]] = SPREAD_PEERS
+    leaves_room: ClassVar[bool] = False  # the others would not know
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
         return lambda name: partial(ShardedSubject, case, name, self.where, self.seed, self.group)

@@ -104,7 +104,7 @@ def _section(results: Results, ops: Sequence[str], title: str, text: str) -> Sec
             problem,
             NAMES.get(row.kernel, row.kernel),
             fixed(row.ms, 2),
-            "graph" if row.graph else "launched",
+            ("graph" if row.graph else "launched") + (", alone" if row.extra.get("alone") else ""),
             fixed(row.tflops),
             *_ratios(row),
             gib(row, "peak_gib"),
@@ -132,7 +132,8 @@ def steps(results: Results) -> Section:
         "fp32 parameters), all in turns in one process after loss and gradients were checked "
         "against BF16 eager's. × is the peer's time over the row's; FP8 is torchao's float8 "
         "training under torch.compile, the faster of its two recipes. INT8 runs as a CUDA graph, "
-        "torch.compile as it launches. TFLOP/s count 6 for each weight and token, "
+        "torch.compile as it launches; what is alone had no room beside the others, and was timed "
+        "before or after them. TFLOP/s count 6 for each weight and token, "
         f"and attention. {_MEMORY} J is the board's energy per step; first is the variant's first "
         "call in its process, compiling included: kernels that an earlier row needed are there."
     )

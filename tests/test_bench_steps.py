@@ -233,12 +233,13 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
 
 
 class _Small(TrainingBench):
-    """Has no room for BF16 eager beside another peer, as a GPU may have none.
+    """Has room for one variant at a time, as a GPU may have.
 
     `room` says whether that shows in the timing alone.
     """
 
     room = True
+    alive = 0
 
     def _probe(self, make):
         subject, found = super()._probe(make)
@@ -248,29 +249,52 @@ class _Small(TrainingBench):
         assert size == 1 << 30
         return self.room
 
-    def _in_turn(self, case, subjects):
-        if {EAGER, "compile"} <= subjects.keys():
+    def _timings(self, case, subjects):
+        if len(subjects) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 PiB")
-        return {f"{name} launched": Timing(1.0, 1.0, 1.0, 3) for name in subjects}
+        return super()._timings(case, subjects)
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_bf16_eager_goes_where_all_do_not_fit_at_once(room):
-    """It was compared with by then; a recipe alone beside it has nothing else to be measured by."""
+def test_each_is_timed_alone_where_all_do_not_fit_at_once(room, monkeypatch):
+    """What was let go is made anew, to the losses that it had."""
     notes: list[str] = []
-    made = _Small(CPU, notes.append, rounds=2)
+    made = _Small(CPU, notes.append, rounds=2, sample_ms=0.01)
     made.room = room
     made.peers = [EAGER, "compile"]
     subject = made._maker(TrainingCase(STEP))
-    made._maker = lambda case: lambda name: subject(EAGER if name == "compile" else name)
-    row, compiled = made.measure(TrainingCase(STEP, ("int8-block32",)))
-    assert (row.kernel, compiled.kernel) == ("int8-block32", "compile")
-    assert row.vs_peer == {"compile": 1.0}
-    assert notes[-1].endswith("eager is not timed: no room for it beside the others")
-    made._in_turn = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
+    created = []
+
+    def maker(name):
+        def make():
+            created.append(name)
+            return subject(EAGER if name == "compile" else name)()
+
+        return make
+
+    monkeypatch.setattr(made, "_maker", lambda case: maker)
+    rows = made.measure(TrainingCase(STEP, ("int8-block32",)))
+    names = ["int8-block32", EAGER, "compile"]
+    assert [row.kernel for row in rows] == names
+    again = names if room else names[:2]  # the last one is alive
+    assert created == [*names, *again]
+    assert all(row.ms and row.extra["alone"] for row in rows)
+    assert rows[0].ok
+    assert rows[0].vs_peer == {peer.kernel: peer.ms / rows[0].ms for peer in rows[1:]}
+    assert notes == [notes[0]]
+    assert notes[0].endswith("no room for all at once: each variant is timed alone")
+
+
+def test_what_does_not_fit_alone_is_left_out():
+    notes: list[str] = []
+    made = _Small(CPU, notes.append, rounds=2, sample_ms=0.01)
+    made._timings = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
     made.peers = [EAGER]
     assert made.measure(TrainingCase(STEP, ("int8-block32",))) == []
-    assert notes[-1].endswith("left out: out of memory")
+    assert [note.split(": ", 1)[1] for note in notes[1:]] == [
+        "int8-block32 left out: OutOfMemoryError: out of memory",
+        "eager left out: OutOfMemoryError: out of memory",
+    ]
 
 
 @pytest.mark.gpu

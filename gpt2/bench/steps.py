@@ -13,6 +13,7 @@ moments, which the peers have whatever it is. Rows have these fields beside the 
   BF16 eager's, relatively, at the most. `rel_err` is then how far its part along BF16 eager's is.
 - first_step_s: wall time of the variant's first call in the process, compiling included.
 - ms_graph, ms_launched: with and without a CUDA graph, where both were timed.
+- alone: true where not all variants fit on the device at once, so that each was timed alone.
 
 `tflops` counts 6 for each weight and token, the head's included, and 12·layers·width·context a
 token for attention, whatever the recipe.
@@ -144,7 +145,7 @@ class TrainingBench:
 
     Attributes:
         variants: what recipes are measured against, by name.
-        goes_without_eager: whether BF16 eager, once it was compared with, may be left out.
+        leaves_room: whether variants, once compared, may be let go where not all fit at once.
         chosen: those that are wanted beside eager; None for all.
     """
 
@@ -157,7 +158,7 @@ class TrainingBench:
     chosen: Collection[str] | None = None
     debug: bool = False
     variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
-    goes_without_eager: ClassVar[bool] = True
+    leaves_room: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.where = self.device.torch_device
@@ -175,36 +176,72 @@ class TrainingBench:
             self.note(f"{case}: left out: out of memory")
             return []
         finally:
-            forget_compiled()
-            gc.collect()  # compiled models are cycles
-            if self.cuda:
-                torch.cuda.empty_cache()
+            self._free()
 
     def _measure(self, case: TrainingWork) -> list[Row]:
         subjects, probes, rows = self._probed(case)
-        for name in list(subjects):
-            if name not in self.variants and not rows[name].ok:
-                del subjects[name]
-        if any(name not in self.variants for name in subjects):
-            timings = self._timings(case, subjects)
-            for name, subject in subjects.items():
-                rows[name] = self._timed(case, rows[name], timings, subject)
-            rows = {n: row for n, row in rows.items() if row.role == "kernel" or n in subjects}
+        names = [name for name in probes if name in self.variants or rows[name].ok]
+        if any(name not in self.variants for name in names):
+            timed = self._all_timed(case, names, subjects, rows)
+            rows = {n: timed.get(n, row) for n, row in rows.items()}
+            rows = {n: row for n, row in rows.items() if n in timed or row.ok is False}
         peers = {name: rows[name] for name in self.variants if name in rows}
         return [
             _with_peers(row, peers, probes) if row.role == "kernel" else row
             for row in rows.values()
         ]
 
-    def _timings(self, case: TrainingWork, subjects: dict[str, Subject]) -> dict[str, Timing]:
-        """Time subjects in turn: without BF16 eager where all do not fit at once."""
-        try:
-            return self._in_turn(case, subjects)
-        except torch.OutOfMemoryError:
-            if not self._spares_eager(subjects, subjects):
-                raise
-        self._without_eager(case, subjects)
-        return self._in_turn(case, subjects)
+    def _all_timed(
+        self,
+        case: TrainingWork,
+        names: Sequence[str],
+        subjects: dict[str, Subject],
+        rows: Mapping[str, Row],
+    ) -> dict[str, Row]:
+        """Return variants' rows with times: in turns where all fit on the device at once."""
+        for name in subjects.keys() - names:
+            del subjects[name]
+        if len(subjects) == len(names):
+            try:
+                return self._in_turns(case, subjects, rows)
+            except torch.OutOfMemoryError:
+                if not self.leaves_room:
+                    raise
+            self._let_go(case, subjects)
+        return self._one_by_one(case, names, subjects, rows)
+
+    def _in_turns(
+        self, case: TrainingWork, subjects: Mapping[str, Subject], rows: Mapping[str, Row]
+    ) -> dict[str, Row]:
+        """Return the rows of variants that are timed in turns."""
+        timings = self._timings(case, subjects)
+        return {
+            name: self._timed(case, rows[name], timings, subject)
+            for name, subject in subjects.items()
+        }
+
+    def _one_by_one(
+        self,
+        case: TrainingWork,
+        names: Sequence[str],
+        subjects: dict[str, Subject],
+        rows: Mapping[str, Row],
+    ) -> dict[str, Row]:
+        """Return the rows of variants of which each is timed alone, made anew if it was let go."""
+        make = self._maker(case)
+        found: dict[str, Row] = {}
+        for name in sorted(names, key=lambda name: name not in subjects):
+            try:
+                if name not in subjects:
+                    subjects[name] = make(name)()
+                    subjects[name].first()
+                row = self._in_turns(case, {name: subjects[name]}, rows)[name]
+                found[name] = replace(row, extra={**row.extra, "alone": True})
+            except torch.OutOfMemoryError as error:
+                self._failed(case, name, error)
+            subjects.pop(name, None)
+            self._free(subjects)
+        return found
 
     def _has_room(self, size: int) -> bool:
         """Return whether so many bytes can be allocated on the device, a GPU."""
@@ -212,35 +249,32 @@ class TrainingBench:
         unused = torch.cuda.memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
         return free + unused >= size
 
-    def _spares_eager(self, alive: Collection[str], peers: Collection[str]) -> bool:
-        """Return whether BF16 eager is alive and another peer is there to compare times with."""
-        others = [name for name in peers if name in self.variants and name != EAGER]
-        return self.goes_without_eager and EAGER in alive and bool(others)
-
     def _make_room(
-        self,
-        case: TrainingWork,
-        name: str,
-        subjects: dict[str, Subject],
-        probes: Mapping[str, Probe],
+        self, case: TrainingWork, subjects: dict[str, Subject], probes: Mapping[str, Probe]
     ) -> None:
-        """Let go of BF16 eager where a peer, which may need as much as it, has no room beside it.
+        """Let go of all variants where the next, which may need as much as BF16 eager, has no room.
 
-        Not once the peer has failed: GPT-2 1558M under torch.compile, which should take 45 GiB,
-        then failed again with 75 allocated (H100).
+        GPT-2 1558M takes about 50 GiB under torch.compile and 23 in INT8: 80 have room for one.
         """
         peak = probes[EAGER].peak if EAGER in probes else None
-        if peak is not None and self._spares_eager(subjects, [name]) and not self._has_room(peak):
-            self._without_eager(case, subjects)
+        if self.leaves_room and peak is not None and subjects and not self._has_room(peak):
+            self._let_go(case, subjects)
 
-    def _without_eager(self, case: TrainingWork, subjects: dict[str, Subject]) -> None:
-        """Let go of BF16 eager, the largest: it was compared with, or its results are kept."""
-        self.note(f"{case}: {EAGER} is not timed: no room for it beside the others")
-        del subjects[EAGER]
-        gc.collect()
-        torch.cuda.empty_cache()
+    def _let_go(self, case: TrainingWork, subjects: dict[str, Subject]) -> None:
+        """Let go of variants, each of which will be made anew to be timed alone."""
+        self.note(f"{case}: no room for all at once: each variant is timed alone")
+        subjects.clear()
+        self._free()
 
-    def _in_turn(self, case: TrainingWork, subjects: Mapping[str, Subject]) -> dict[str, Timing]:
+    def _free(self, subjects: Collection[str] = ()) -> None:
+        """Free the memory of all but the subjects that are alive."""
+        if not subjects:
+            forget_compiled()
+        gc.collect()  # compiled models are cycles
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def _timings(self, case: TrainingWork, subjects: Mapping[str, Subject]) -> dict[str, Timing]:
         return timer.time_calls(
             {name: [call] for name, call in self._variants(case, subjects).items()},
             self.where,
@@ -267,7 +301,7 @@ class TrainingBench:
             role = "peer" if name in self.variants else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
-                self._make_room(case, name, subjects, probes)
+                self._make_room(case, subjects, probes)
                 subjects[name], probes[name] = self._probe(make(name))
             except Exception as error:
                 if name == EAGER:
@@ -277,7 +311,7 @@ class TrainingBench:
                     rows[name] = replace(row, ok=False, error=_first_line(error))
                 continue
             rows[name] = replace(row, extra=_memory(probes[name]))
-        for name in subjects:
+        for name in probes:
             if name not in self.variants:
                 found = self._compared(case, name, probes[name].outputs, probes[EAGER].outputs)
                 noise = {} if found.noise is None else {"noise": found.noise}
