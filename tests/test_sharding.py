@@ -325,6 +325,18 @@ def test_other_shards_are_refused(rows, shards, size, says):
         sent(CodedShard(torch.zeros((rows, 64)), 32), shards, torch.Size(size))
 
 
+def test_codes_are_of_the_memory_that_a_shard_has_now():
+    shard, size = CodedShard(torch.randn((64, 64)), 32), torch.Size((128, 64))
+    first, _ = sent(shard, 2, size)
+    rows = torch.randn((64, 64))
+    shard.data = CodedShard(rows, 32)
+    again, scale = sent(shard, 2, size)
+    assert not torch.equal(first, again)
+    expected = int8_quantize(rows, block=32)
+    assert torch.equal(again, expected.q)
+    assert torch.equal(scale, expected.scale)
+
+
 # --- two processes ------------------------------------------------------------------------------
 
 
