@@ -138,8 +138,8 @@ RECIPES = {
         Recipe("bf16"),
         # The speed is in the products, the accuracy in what flows between them: 124M over 82M
         # tokens ended 0.0028 nats over BF16's training loss (95%: -0.0013 to 0.0068, 4 pairs of
-        # seeds, docs/results/study-124m.json). Of one seed each, with both in blocks of 128 it
-        # ended 0.0106 over it, and 0.0017 with both in blocks of 32, which multiply half as fast.
+        # seeds, docs/results/study-124m.json). Of two pairs, with both in blocks of 128 it ended
+        # 0.0100 over it, and 0.0009 with both in blocks of 32, which multiply half as fast.
         Recipe("int8", 128, 32, head=128),
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
         Recipe("int8-kept4", 128, 32, head=128, kept=4),
