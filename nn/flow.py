@@ -59,6 +59,8 @@ from jetfire.ops import (
     int8_rmsnorm_add_backward,
     int8_swiglu,
     int8_swiglu_backward,
+    int8_transpose,
+    rotary_embedding,
 )
 
 Tensor = torch.Tensor
@@ -191,9 +193,10 @@ def _given(counts: Counts) -> int:
 
 
 class _Enter(torch.autograd.Function):
-    """Norm → query, key and value, each a matrix of tokens × its width.
+    """Norm → query, key and value, each a matrix of tokens × its width; the first two turned.
 
-    The stream passes through, so that backward adds to it in one pass.
+    Those are turned where the product put them: value is a part of the same memory, and would hold
+    what they were until backward. The stream passes through: backward adds to it in one pass.
     """
 
     @staticmethod
@@ -209,28 +212,35 @@ class _Enter(torch.autograd.Function):
         scale: Tensor,
         mean: Tensor | None,
         rstd: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
         *given: Tensor,
     ) -> tuple[Tensor, ...]:
         norm, (product,) = _parts(counts, given, setting.block)
         s = Quantized(q, scale, block=setting.flow)
         h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(product.kept), setting)
         y = times_weight(h, product.codes, out="bf16", bias=product.bias)
+        if cos is not None and sin is not None:
+            rotary_embedding(y[:, : widths[0] + widths[1]], cos, sin, inplace=True)
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = product.weights
         kept = [*_kept_of(h, product.kept), *flat(s), *one_way(product.codes.t)]
-        ctx.save_for_backward(seeds, mean, rstd, *_both(norm), *kept)
+        ctx.save_for_backward(seeds, mean, rstd, cos, sin, *_both(norm), *kept)
         return x.view_as(x), *y.split(widths, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        seeds, mean, rstd, *norm_and_codes = ctx.saved_tensors
+        seeds, mean, rstd, cos, sin, *norm_and_codes = ctx.saved_tensors
         norm, codes = norm_and_codes[:2], norm_and_codes[2:]
         setting, handoff = ctx.setting, ctx.handoff
         block, flow = setting.block, setting.flow
         h, (s,), wt = codes[:2], unflat(codes[2:4], flow), Quantized._make([*codes[4:], block])
         dx, *parts = grads
+        if cos is not None:
+            parts[:2] = (rotary_embedding(part, cos, sin, inverse=True) for part in parts[:2])
         g = _side_by_side(parts, block, seeds[0:1])
+        del parts
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
         ht = _normed_again(h, s, norm, mean, rstd, setting)
@@ -242,7 +252,7 @@ class _Enter(torch.autograd.Function):
         )
         if handoff is not None:
             handoff.put(dx, copy)
-        return *[None] * 5, dx, *[None] * 4, *of_norm, *of_product, *[None] * 4
+        return *[None] * 5, dx, *[None] * 6, *of_norm, *of_product, *[None] * 4
 
 
 class _Leave(torch.autograd.Function):
@@ -299,7 +309,8 @@ class _Leave(torch.autograd.Function):
         """Drop at once what is no longer wanted: the peak of a block's memory is in here.
 
         The activation's backward is that peak: of GELU f, du and dfᵀ are 4 bytes per element each.
-        So the weight's gradient comes next, after which dfᵀ is not wanted, and dh after it.
+        So the weight's gradient comes next, after which dfᵀ is not wanted, and dh after it. Of
+        SwiGLU, whose f and df are twice as wide, each weight's part of dfᵀ is made when it is read.
         """
         dx = grads[0]
         if dx is None:  # all that read the stream has given it no gradient
@@ -326,7 +337,7 @@ class _Leave(torch.autograd.Function):
         of2 = gradients(g, _activated(f, "qt", setting).t, 2)
         du = times_weight(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
         del g
-        df = _activated_backward(f, du, seed(2), setting)
+        df = _activated_backward(f, du, seed(2), any(wanted[1].biases), setting)
         del du
         of1 = gradients(df, _normed_again(h, s, norm, mean, rstd, setting), 1)
         df = alone(df)
@@ -444,12 +455,19 @@ def _activated(f: Quantized, layout: Layout, setting: Setting) -> Quantized:
     return int8_gelu(f, approximate=form, layout=layout, out_block=setting.block)
 
 
-def _activated_backward(f: Quantized, du: Quantized, seed: Tensor, setting: Setting) -> Quantized:
-    """Return the gradient of the MLP's first product and its transpose. GELU's overwrites du."""
-    more: dict[str, Any] = {"layout": "both", "seed": seed, "out_block": setting.block}
+def _activated_backward(
+    f: Quantized, du: Quantized, seed: Tensor, biased: bool, setting: Setting
+) -> Quantized:
+    """Return the gradient of the MLP's first product. GELU's overwrites du.
+
+    GELU's has a transpose. SwiGLU's has one where it is `biased`: a bias's gradient is read there.
+    """
+    more: dict[str, Any] = {"seed": seed, "out_block": setting.block}
     if setting.activation == "gated":
-        return cast("Quantized", int8_swiglu_backward(*_halves(f), du, joined=True, **more))
-    return int8_gelu_backward(f, du, approximate=setting.activation, inplace=True, **more)
+        more |= {"layout": "both" if biased else "q", "joined": True}
+        return cast("Quantized", int8_swiglu_backward(*_halves(f), du, **more))
+    form = setting.activation
+    return int8_gelu_backward(f, du, approximate=form, layout="both", inplace=True, **more)
 
 
 def _beside(parts: Sequence[Quantized]) -> Quantized:
@@ -497,15 +515,20 @@ def _gradients(
     That of a weight is None where it was added to the one that is there, or is not wanted.
 
     Args:
-        g: the gradient of the product's output, with its transpose.
+        g: the gradient of the product's output, with its transpose or without.
         xt: the transpose of the product's input.
         wanted: whether each weight's and each bias's is.
     """
     sizes = [weight.shape[1 if setting.transposed else 0] for weight in weights]
     found: list[Tensor | None] = []
-    for weight, gt, learns in zip(weights, _rows(g.t, sizes), wanted.weights, strict=True):
-        factors = (xt, gt) if setting.transposed else (gt, xt)
-        found.append(weight_gradient(*factors, weight, setting.adds) if learns else None)
+    for i, weight in enumerate(weights):
+        gradient = None
+        if wanted.weights[i]:
+            gt = _transposed_part(g, sum(sizes[:i]), sizes[i])
+            factors = (xt, gt) if setting.transposed else (gt, xt)
+            gradient = weight_gradient(*factors, weight, setting.adds)
+            del gt, factors
+        found.append(gradient)
     if not any(wanted.biases):
         found += [None] * len(wanted.biases)
     else:
@@ -513,15 +536,19 @@ def _gradients(
     return tuple(found)
 
 
-def _rows(x: Quantized, sizes: Sequence[int]) -> list[Quantized]:
-    """Return so many rows of a matrix at a time, each of whole blocks but for the last."""
-    if len(sizes) == 1:
-        return [x]
-    assert x.q is not None
-    assert x.scale is not None
-    scales = x.scale.split([ceil_div(size, x.block) for size in sizes])
-    parts = zip(x.q.split(list(sizes)), scales, strict=True)
-    return [Quantized(q, scale, block=x.block) for q, scale in parts]
+def _transposed_part(g: Quantized, start: int, size: int) -> Quantized:
+    """Return the transpose of so many columns, made here where g has none.
+
+    They begin with a block, and end with one or with the matrix.
+    """
+    block = g.block
+    columns = slice(start, start + size)
+    blocks = slice(start // block, start // block + ceil_div(size, block))
+    if g.qt is not None and g.scale_t is not None:
+        return Quantized(g.qt[columns], g.scale_t[blocks], block=block)
+    assert g.q is not None
+    assert g.scale is not None
+    return int8_transpose(Quantized(g.q[:, columns], g.scale[:, blocks], block=block))
 
 
 def _dropped(y: Quantized, setting: Setting, seeds: Tensor | None, index: int) -> Quantized:
@@ -558,6 +585,7 @@ def flowed(
     widths: tuple[int, ...],
     attention: Attention,
     training: bool,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> Stream:
     """Return the stream after a block.
 
@@ -566,6 +594,8 @@ def flowed(
         products: that of query, key and value together, that of attention's output, and the two of
             the MLP.
         widths: columns of query, of key and of value.
+        angles: cos and sin, as of `rotary_embedding`, by which query and key are turned before
+            attention; None where it turns them itself, or nothing does.
     """
     seeds = keys_for_backward(_ENTER_SEEDS + _LEAVE_SEEDS, stream.x.device, training)
     enter = leave = None
@@ -574,10 +604,9 @@ def flowed(
     qkv, *others = products
     counts, given = _flattened(norms[0], qkv)
     codes = stream.codes[:2]
-    statistics = stream.mean, stream.rstd
-    x, *parts = _enter(
-        stream.handoff, setting, counts, widths, enter, stream.x, *codes, *statistics, *given
-    )
+    statistics, (cos, sin) = (stream.mean, stream.rstd), angles or (None, None)
+    tensors = stream.x, *codes, *statistics, cos, sin, *given
+    x, *parts = _enter(stream.handoff, setting, counts, widths, enter, *tensors)
     handoff = None if torch.compiler.is_compiling() else Handoff()
     counts, given = _flattened(norms[1], *others)
     if qkv.kept == 4 and (keys := keys_for_backward(KEYS, stream.x.device, training)) is not None:

@@ -22,7 +22,6 @@ from jetfire.nn.flow import (
 from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import Placed, checked_block
 from jetfire.nn.sizes import check_llama
-from jetfire.ops import rotary_embedding
 
 Tensor = torch.Tensor
 _MOST_TABLES = 16  # sequences may have any length
@@ -129,7 +128,10 @@ class Int8LlamaBlock(nn.Module):
 
         norms = [(self.norm1.weight,), (self.norm2.weight,)]
         widths = tuple(layer.out_features for layer in qkv)
-        return flowed(stream, setting, norms, products, widths, attention, self.training)
+        length, head, device = stream.x.shape[0] // batch, self.width // self.heads, stream.x.device
+        angles = rotary_tables(length, batch, head, self.theta, device)
+        how = attention, self.training, angles
+        return flowed(stream, setting, norms, products, widths, *how)
 
     def joined_groups(self) -> list[tuple[JoinedWeights, tuple[Int8Linear, ...]]]:
         """Return the layers that are multiplied by as one, with the codes of each group."""
@@ -137,13 +139,10 @@ class Int8LlamaBlock(nn.Module):
         return list(zip(self._joined, groups, strict=True))
 
     def _attention(self, parts: tuple[Tensor, ...], batch: int, dropout: float) -> Tensor:
-        """Return attention of query, key and value as batch×length×heads×head."""
+        """Return attention of turned query and key, and value, as batch×length×heads×head."""
         head, length = self.width // self.heads, parts[0].shape[0] // batch
-        tables = rotary_tables(length, batch, head, self.theta, parts[0].device)
-        query, key = (rotary_embedding(part, *tables) for part in parts[:2])
         query, key, value = (
-            t.view(batch, length, t.shape[1] // head, head).transpose(1, 2)
-            for t in (query, key, parts[2])
+            t.view(batch, length, t.shape[1] // head, head).transpose(1, 2) for t in parts
         )
         mask = None
         if self.window is not None and self.window < length:

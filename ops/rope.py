@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Model
-from jetfire.core.operators import Differentiable, Shape
+from jetfire.core.operators import Differentiable, Operator, Shape
 from jetfire.core.problem import FloatName, Problem
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
 from jetfire.measure.op import StandardOp
@@ -128,8 +129,20 @@ _rope = Differentiable(
 )
 
 
+# `y` holds x, and then what it is turned to.
+_rope_inplace = Operator(
+    "rope_inplace(Tensor(a!) y, Tensor cos, Tensor sin, bool inverse) -> ()",
+    op="rope",
+    derive=lambda y, cos: _sizes(y, cos),
+    dtype_field="dtype",
+    renamed={"x": "y"},
+)
+
+
 @checked
-def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+def rotary_embedding(
+    x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, inplace: bool = False
+) -> Tensor:
     """Return x with each pair (i, i + head/2) of every head turned by its row's angle i.
 
     Rotary position embeddings (arXiv 2104.09864, section 3.2), paired as in `transformers`. The
@@ -139,6 +152,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = Fal
         x: m×n bf16, fp16 or fp32, heads beside one another.
         cos, sin: of the angles, fp32, m×head/2.
         inverse: whether to turn back.
+        inplace: overwrite x, which has no gradient, and return it.
     """
     expect.matrix("x", x, expect.FLOATS)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -152,4 +166,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = Fal
     head = 2 * cos.shape[1]
     if not head or x.shape[1] % head:
         raise UsageError(f"x has {x.shape[1]} columns: expected whole heads of {head}, as cos says")
-    return _rope(x, cos, sin, inverse)
+    if not inplace:
+        return _rope(x, cos, sin, inverse)
+    refuse_in_place({"x": x}, {"cos": cos, "sin": sin})
+    _rope_inplace(x, cos, sin, inverse)
+    return x

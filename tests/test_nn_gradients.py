@@ -36,6 +36,7 @@ from jetfire.nn import (
     products,
 )
 from jetfire.nn import flow as block_module
+from jetfire.nn.llama import rotary_tables
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.dropout import drop_threshold
 from jetfire.reference.fallback_quantize import fallback_quantize
@@ -500,7 +501,10 @@ def grouped_attention(y, found, module, batch, noise):
     scores = _Rounded.apply(query @ key.mT / math.sqrt(head), noise)
     weights = _Rounded.apply(scores.masked_fill(~seen, -math.inf).softmax(-1), noise)
     out = (weights @ value).transpose(1, 2).reshape(-1, module.width)
-    own = module._attention(found.split(sizes, dim=1), batch, 0.0).reshape(-1, module.width)
+    angles = rotary_tables(shape[1], batch, head, module.theta, found.device)
+    query, key, value = found.split(sizes, dim=1)
+    own_parts = *(ops.rotary_embedding(part, *angles) for part in (query, key)), value
+    own = module._attention(own_parts, batch, 0.0).reshape(-1, module.width)
     torch.testing.assert_close(own.double(), out, rtol=4 * BF16, atol=4 * BF16 * 0.25)
     return straight_through(out, own), own
 

@@ -49,6 +49,30 @@ def test_row_strided_views(device):
     check(problem, inputs)
 
 
+def test_columns_of_longer_rows_are_turned_in_place(device):
+    problem = OP.Problem(45, 2)
+    inputs = OP.inputs(problem, device)
+    expected = OP.reference(problem, inputs)["y"]
+    wide = torch.randn((45, 192), dtype=torch.bfloat16, device=device)
+    beside = wide[:, 128:].clone()
+    wide[:, :128] = inputs["x"]
+    x = wide[:, :128]
+    KERNEL.launch(problem, KERNEL.default(problem, Device.of(x)), {**inputs, "x": x}, {"y": x})
+    assert torch.equal(x, expected)
+    x.copy_(inputs["x"])
+    assert rotary_embedding(x, inputs["cos"], inputs["sin"], inplace=True) is x
+    assert torch.equal(x, expected)
+    assert torch.equal(wide[:, 128:], beside)
+
+
+def test_what_cannot_be_written_is_not_turned_in_place():
+    cos, sin = tables(4, 32)
+    with pytest.raises(UsageError, match="x requires grad"):
+        rotary_embedding(torch.zeros((4, 32), requires_grad=True), cos, sin, inplace=True)
+    with pytest.raises(UsageError, match=r"x has strides \(0, 1\): expected rows that do not"):
+        rotary_embedding(torch.zeros((1, 32)).expand(4, 32), cos, sin, inplace=True)
+
+
 def tables(m, head, device="cpu"):
     angles = torch.arange(m, device=device)[:, None] * 100.0 ** -torch.linspace(0, 1, head // 2)
     return angles.cos(), angles.sin()

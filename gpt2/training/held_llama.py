@@ -131,8 +131,8 @@ def _evaluation(s: _Sizes, recipe: Recipe) -> float:
         # u and y's.
         both = 2 * code if recipe.kept == 8 else 0
         mlp = (4 + 2 + 2 + 2 + 4 * flow + both) * s.x + 2 * flow * s.h
-        # q k v as one, q and k turned, o; x and its codes.
-        attention = (4 + 2 + flow + 2 + 2 + 2) * s.x + 6 * s.k
+        # q k v as one, o; x and its codes.
+        attention = (4 + 2 + flow + 2 + 2) * s.x + 4 * s.k
         return max(mlp + max(2 * s.x, code * s.h), attention)
     # The embeddings, x before and after attention, its norm, q, o, y; k v; angles.
     held = (4 + 4 + 4 + 4 + 2 + 2 + 2) * s.x + 4 * s.k + 4 * s.angles
@@ -180,9 +180,9 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     Args:
         block, flow: bytes of a code of what is multiplied, and of what flows between products.
     """
-    # q k v as one, of which v is kept so, q and k turned, o; or codes of q, k, v and o. Codes of
-    # what both norms read, of gate and up; of three products' inputs, transposed.
-    attention = 6.0 * (s.x + s.k)
+    # q k v as one, o; or codes of q, k, v and o. Codes of what both norms read, of gate and up; of
+    # three products' inputs, transposed.
+    attention = 4.0 * (s.x + s.k)
     if keeps.unpacked:
         attention = 2 * keeps.attention * (s.x + s.k)
     inputs, again = 2 * keeps.norm + keeps.attended, keeps.restored
@@ -191,10 +191,10 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     enter = kept - (flow + keeps.norm) * s.x
     both = 2 * block * (s.x + 2 * s.k)  # codes of dq dk dv, both ways
     moments = (
-        # dx, codes of it and of dgate and dup, both ways
+        # dx, codes of it both ways, of dgate and dup, of one of them transposed
         Moment(0, (2 + 2 * block) * s.x + block * s.h, 4 * s.wh),
-        Moment(0, 2 * s.x + (flow + 4 * block) * s.h, 4 * s.wh),
-        Moment(0, (2 + again) * s.x + 4 * block * s.h, 12 * s.wh),
+        Moment(0, 2 * s.x + (flow + 2 * block) * s.h, 4 * s.wh),
+        Moment(0, (2 + again) * s.x + 3 * block * s.h, 12 * s.wh),
         # dx twice, codes of it, do
         Moment(0, (2 + 2 + 2 * block + 2 + again) * s.x, 12 * s.wh + 4 * s.w),
         Moment(

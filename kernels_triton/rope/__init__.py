@@ -44,6 +44,7 @@ def rope_kernel(
     x_stride,
     cos_stride,
     sin_stride,
+    y_stride,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -69,8 +70,8 @@ def rope_kernel(
         first = load_tile(x_ptr, row0, left, M, end, x_stride, ROWS, WIDTH).to(tl.float32)
         second = load_tile(x_ptr, row0, right, M, last, x_stride, ROWS, WIDTH).to(tl.float32)
         turned = first * cos - second * sin, second * cos + first * sin
-        store_tile(y_ptr, to_float(turned[0], dtype), row0, left, M, end, N)
-        store_tile(y_ptr, to_float(turned[1], dtype), row0, right, M, last, N)
+        store_tile(y_ptr, to_float(turned[0], dtype), row0, left, M, end, y_stride)
+        store_tile(y_ptr, to_float(turned[1], dtype), row0, right, M, last, y_stride)
 
 
 class TritonRope(TritonKernel):
