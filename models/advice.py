@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from jetfire.models.costs import Cost
@@ -83,6 +85,22 @@ class Advised:
     def skip(self) -> list[str]:
         """Layers that `convert` would replace and is to leave."""
         return [a.layer.name for a in self.layers if a.convert is False and not a.layer.kept]
+
+    @property
+    def keep(self) -> list[str]:
+        """The same layers as patterns for `convert`, which match no layer that is to be replaced.
+
+        A pattern stands for repeated layers; a layer without a sound one stands by its name.
+        """
+        replaced = [a.layer.name for a in self.layers if a.convert is not False]
+        repeated = Counter(map(pattern, self.skip))
+
+        def shortest(name: str) -> str:
+            wide = pattern(name)
+            sound = not any(fnmatchcase(one, wide) for one in replaced)
+            return wide if sound and repeated[wide] > 1 else name
+
+        return list(dict.fromkeys(map(shortest, self.skip)))
 
 
 def pattern(name: str) -> str:

@@ -178,7 +178,6 @@ def _advice(advised: Advised) -> str:
     beside = f"; {unknown} layers are unknown" if unknown else ""
     if not count:
         return f"convert nothing{beside}"
-    skip = advised.skip
-    names = ", ".join(map(repr, skip[:_FEW])) + (", …" if len(skip) > _FEW else ",")
-    text = f", skip=({names})" if skip else ""
+    names = ", ".join(f'"{pattern}"' for pattern in advised.keep)
+    text = f", keep=[{names}]" if names else ""
     return f'convert(model, "{advised.recipe}"{text}): {count} layers gain{beside}'

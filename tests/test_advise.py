@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from jetfire.bench import shipped as records
 from jetfire.cli import execute
@@ -17,12 +18,13 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.data import prepare
 from jetfire.measure import peaks
-from jetfire.models import advise, costs, options, sources, sqnr
+from jetfire.models import advice_text, advise, costs, options, sources, sqnr
 from jetfire.models.advice import Advice, Advised, chosen, judged, pattern
 from jetfire.models.costs import Cost, Measured, Time, cost_of
 from jetfire.models.layers import LinearLayer, at_ends
 from jetfire.models.problems import problems_of
 from jetfire.models.sqnr import Sqnr
+from jetfire.nn import convert
 from jetfire.ops import int8_gemm, int8_quantize
 
 pytest.importorskip("transformers")
@@ -270,6 +272,23 @@ def test_the_layers_gains_predict_the_step():
     assert (len(found.known), found.bf16_ms, found.advised_ms) == (3, 9.0, 1.5 + 3.0 + 3.0)
     assert found.predicted_ms == 18.5
     assert found.skip == ["blocks.1.x"]
+
+
+def test_the_call_is_whole_and_leaves_what_is_to_stay(capsys):
+    """Repeated layers as one pattern, but where that would match a layer that is to be replaced."""
+    name, parts = "int8-block128", ("down", "mixed", "up")
+    blocks = [nn.ModuleDict({part: nn.Linear(64, 64) for part in parts}) for _ in range(8)]
+    model = nn.ModuleDict({"h": nn.ModuleList(blocks)})
+    slow = [f"h.{i}.down" for i in range(8)] + [f"h.{i}.mixed" for i in (1, 3)]
+    layers = [one for one, module in model.named_modules() if isinstance(module, nn.Linear)]
+    costs_of = {one: {name: SLOW if one in slow else FAST} for one in layers}
+    advices = [Advice(replace(layer(), name=one), costs_of[one], {}) for one in layers]
+    verdicts = [judged(advice, name, 20.0) for advice in advices]
+    advice_text.show(Advised({}, "", "", name, verdicts, {}), [name], "table")
+    call = capsys.readouterr().out.splitlines()[-1].removesuffix(": 14 layers gain")
+    assert call == f'convert(model, "{name}", keep=["h.*.down", "h.1.mixed", "h.3.mixed"])'
+    left = eval(call, {"convert": convert, "model": model}).left
+    assert sorted(left) == sorted(slow)
 
 
 def test_numbered_names():
