@@ -208,7 +208,7 @@ def test_downloads_are_checked_and_kept(tmp_path, monkeypatch):
     source.unlink()
     assert corpora.find("shakespeare", None, tmp_path / "c", said.append) == first
     assert len(said) == 2
-    with pytest.raises(UsageError, match=r"cannot download .*--from PATH"):
+    with pytest.raises(UsageError, match=r"cannot download .*: jetfire-train prepare NAME --from"):
         corpora.find("shakespeare", None, tmp_path / "d", said.append)
 
 
@@ -282,7 +282,7 @@ def test_openwebtext_is_of_one_revision_and_kept_in_the_hub_s_own_cache(tmp_path
         server.server_close()
     assert from_hub(tmp_path / "home", endpoint) == found[2:]
     assert re.search(
-        r"cannot download .*: expected a network, or --from PATH",
+        r"cannot download .*: jetfire-train prepare NAME --from PATH",
         from_hub(tmp_path / "other", endpoint)[-1],
     )
 

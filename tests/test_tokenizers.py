@@ -187,7 +187,7 @@ def test_no_download_says_what_to_give(monkeypatch):
         raise ConnectionError(f"no route to {name}")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UsageError, match="--vocabulary FOLDER"):
+    with pytest.raises(UsageError, match="jetfire-train prepare with --vocabulary FOLDER"):
         tokenizers.gpt2()
 
 

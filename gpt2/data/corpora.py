@@ -452,7 +452,8 @@ def _shakespeare(cache: Path, report: Callable[[str], None]) -> Path:
 def _not_downloaded(what: str, error: Exception) -> UsageError:
     reason = " ".join(str(error).split())[:120]
     return UsageError(
-        f"cannot download {what} ({reason}): expected a network, or --from PATH with a local copy"
+        f"cannot download {what} ({reason}): expected a network, "
+        "or a local copy: jetfire-train prepare NAME --from PATH"
     )
 
 

@@ -174,7 +174,8 @@ def gpt2(vocabulary: Path | None = None) -> Gpt2:
         reason = " ".join(str(error).split())[:120]
         raise UsageError(
             f"cannot download the gpt2 tokenizer ({reason}): expected a network, or "
-            "--vocabulary FOLDER with encoder.json and vocab.bpe; or --tokenizer byte"
+            "jetfire-train prepare with --vocabulary FOLDER (encoder.json and vocab.bpe) "
+            "or --tokenizer byte"
         ) from None
     return Gpt2(encoding._mergeable_ranks, encoding.eot_token)
 
