@@ -12,7 +12,7 @@ import numpy as np
 
 from jetfire.core import files, profiles, registry
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import NoDeviceError
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS, Case
 from jetfire.report.text import mean, plural
@@ -32,7 +32,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
     Hadamard group's 32: a step may have any number of tokens, while a layer's widths are round.
 
     Raises:
-        UsageError: no kernel takes any of them on this device.
+        NoDeviceError: no kernel takes enough of them on this device.
     """
     rng, count = np.random.default_rng(asked.seed), asked.unseen
     ops = list(dict.fromkeys(case.op for case in asked.cases))
@@ -49,7 +49,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
                     space = Space.of(kernel, problem, device)
                     found.setdefault(problem, SearchTarget(Case(op, problem), kernel, space))
                 break
-    raise UsageError(f"--unseen {count}: no kernel takes such problems on {device.label}")
+    raise NoDeviceError(f"--unseen {count}: no kernel takes such problems on {device.label}")
 
 
 def _draw(op: Op, rng: np.random.Generator) -> Any:
