@@ -14,8 +14,8 @@ def run(
         str,
         o.argument(
             "CASE",
-            "block, wide (4 layers of width 4096), a preset, hf:NAME, a transformers config.json, "
-            "or MODULE:FUNCTION.",
+            "block, llama-block, wide (4 layers of width 4096), a preset, hf:NAME, a transformers "
+            "config.json, or MODULE:FUNCTION.",
             o.CASES,
             o.MODELS,
         ),
