@@ -63,6 +63,8 @@ def words(
     for key, value in table.items():
         if key == "load":
             raise UsageError(f"{file}: load: {_CODE}: expected --load FILE.py")
+        if key in ELSEWHERE:
+            raise UsageError(f"{file}: {key}: expected --{key} on the command line")
         if key not in params:
             raise unknown(f"{file}: no option {key!r}", key, params or ["an empty file"])
         found[key] = _words(f"{file}: {key}={value!r}", key, value, params[key], given)
