@@ -384,7 +384,8 @@ def _print_table(summary: dict[str, Any]) -> None:
     for pair, texts in zip(summary["pairs"], table.rows, strict=True):
         style = "" if _fault(pair, summary) is None else "red"
         shown.add_row(*texts[:-1], terminal.styled(texts[-1], style))
-    terminal.console(width=160).print(shown)
+    if table.rows:
+        terminal.console(width=160).print(shown)
     notes = [f"seed {summary['seed']}, {summary['device']}"]
     notes += [] if summary["finished"] else ["it did not finish"]
     notes += ["the budget ended it"] if summary["out_of_time"] else []
