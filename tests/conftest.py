@@ -131,6 +131,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 SHIPPED = Path(__file__).parent.parent / "profiles"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_tokens() -> Iterator[None]:
+    """Tokens are prepared in a test's own cache, not among the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JETFIRE_TOKENS", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels run with their defaults, whatever is tuned; what needs profiles makes its own."""
