@@ -55,6 +55,16 @@ def test_every_step_that_was_measured():
         assert found / GIB == pytest.approx(row["peak_gib"], rel=0.01), row
 
 
+def test_every_recipe_s_step_that_was_measured_on_an_h100():
+    """With moments in 8 bits, weights in BF16 and logits in parts among them."""
+    rows = json.loads((RESULTS / "h100.json").read_text())["rows"]
+    steps = [row for row in rows if row["op"] == "gpt2_step" and row["role"] == "kernel"]
+    assert len(steps) >= 11
+    for row in steps:
+        found = memory.needs(*settings_of_row(row)).peak - memory.WORKSPACE
+        assert found / GIB == pytest.approx(row["peak_gib"], rel=0.013), row
+
+
 def test_every_run_that_was_logged():
     """Those of shakespeare-char are of code that held more in some blocks."""
     seen = 0
