@@ -62,9 +62,11 @@ def section(record: StudyRecord) -> Section:
 
 
 def _model(record: StudyRecord) -> str:
-    """Return the preset, and how large the outliers are that were planted in it."""
-    planted = record["settings"].get("outliers")
-    return f"{record['preset']} with outliers ×{planted:g}" if planted else record["preset"]
+    """Return the preset; with planted outliers how large they are, and the rate, which decides."""
+    settings = record["settings"]
+    if not (planted := settings.get("outliers")):
+        return record["preset"]
+    return f"{record['preset']} with outliers ×{planted:g}, rate {settings['rate']:g}"
 
 
 def _row(found: RecipeLosses) -> list[str]:
