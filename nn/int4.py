@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -31,7 +32,8 @@ from jetfire.nn.products import (
     Placed,
     backward_may_follow,
     checked_weight,
-    draw,
+    held,
+    keys_for_backward,
 )
 from jetfire.nn.recipes import DEFAULT, Gradient, Int4, as_group
 from jetfire.ops import (
@@ -54,6 +56,8 @@ _TOP = 7
 _FLOOR = 2.0**-20
 # Of the first batch: enough for the mean of so many times its columns.
 _CALIBRATING = 4096
+# Keys of a product's backward: for the gradient's parts, and for the rows of each of its products.
+KEYS = 3
 # What a layer has beside a linear layer's own parameters.
 STATE = ("step_x", "step_w", "calibration")
 
@@ -73,8 +77,8 @@ def _most_tokens(gradient: str) -> int:
 MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in get_args(Gradient)}
 
 
-class _Setting(NamedTuple):
-    """What the two passes know beside their tensors.
+class Int4Setting(NamedTuple):
+    """What the two passes of a product know beside their tensors.
 
     Attributes:
         transposed: whether the weight is stored in×out, and so its gradient.
@@ -85,70 +89,133 @@ class _Setting(NamedTuple):
     transposed: bool
 
 
+class Int4Product(NamedTuple):
+    """All of a product but its input, in the order in which autograd is given it.
+
+    Attributes:
+        weight, bias: the layer's; no bias where it has none.
+        step_x, step_w: fp32, one element each. `step_w` is there for its gradient alone.
+        sample: the rows that the gradient of `step_x` sees; None where no backward follows.
+        seeds: the keys of that backward's `_Split`.
+        q, qt, scale: the weight's wide codes, those of its transpose, and the step of both.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    step_x: Tensor
+    step_w: Tensor
+    sample: Tensor | None
+    seeds: Tensor | None
+    q: Tensor
+    qt: Tensor
+    scale: Tensor
+    setting: Int4Setting
+
+
+class Int4Kept(NamedTuple):
+    """What a product's backward reads.
+
+    Attributes:
+        packed, x_scale, squares: the input's codes, packed, their step, and the rows' squares.
+        some: of the input the rows that `sample` names, bf16.
+    """
+
+    packed: Tensor
+    x_scale: Tensor
+    squares: Tensor
+    some: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    sample: Tensor
+    seeds: Tensor
+    qt: Tensor
+    scale: Tensor
+
+
+def multiply(x: Tensor, by: Int4Product) -> tuple[Tensor, Int4Kept | None]:
+    """Return x·Wᵀ + b in the dtype of x, and what its backward keeps; None where none follows."""
+    layout: Literal["wide", "both"] = "wide" if by.sample is None else "both"
+    codes = int4_quantize(x, by.step_x, group=by.setting.group, layout=layout)
+    wide_bias = None if by.bias is None else by.bias.float()
+    w = Quantized4(None, by.q, by.scale)
+    y = int4_gemm(codes, w, bias=wide_bias, out=FLOATS[x.dtype])
+    if by.sample is None:
+        return y, None
+    assert by.seeds is not None
+    assert codes.packed is not None
+    assert codes.squares is not None
+    some = x.index_select(0, by.sample).to(torch.bfloat16)
+    of_x = codes.packed, codes.scale, codes.squares, some
+    return y, Int4Kept(*of_x, by.weight, by.bias, by.sample, by.seeds, by.qt, by.scale)
+
+
+def multiply_backward(
+    dy: Tensor, kept: Int4Kept, setting: Int4Setting, wants_x: bool, wants: Int4Product
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a product's input and of each field of `Int4Product`.
+
+    Args:
+        dy: of its output, m×n.
+        wants_x, wants: whether each of them is wanted; None is returned for those that are not.
+    """
+    x = Quantized4(kept.packed, None, kept.x_scale, kept.squares)
+    split = _Split.of(dy.contiguous(), setting.gradient, kept.seeds)
+    dx = dw = db = dstep_x = dstep_w = None
+    if wants_x or wants.step_x:
+        dx_hat, slots = split.times(Quantized4(None, kept.qt, kept.scale), FLOATS[dy.dtype])
+        gathered = {"group": setting.group, "unit": split.codes.scale}
+        if wants_x:
+            dx = int4_quantize_backward(dx_hat, q=x, slots=slots, **gathered)
+        if wants.step_x:
+            _, of_rows = int4_quantize_backward(
+                dx_hat,
+                x=kept.some.to(dx_hat.dtype),
+                step=kept.x_scale,
+                slots=slots.index_select(0, kept.sample),
+                **gathered,
+            )
+            tokens = max(1, len(kept.packed))  # of none the sum is 0
+            share = tokens / max(1, len(kept.sample))
+            dstep_x = _lsq(of_rows, share, tokens * kept.qt.shape[0])
+        del dx_hat
+    if wants.weight or wants.step_w:
+        dw_hat = split.transposed_times(x, FLOATS[kept.weight.dtype])
+        of_weight = _out_by_in(kept.weight, setting.transposed)
+        dw, of_rows = int4_quantize_backward(
+            dw_hat, x=of_weight, step=kept.scale, group=setting.group
+        )
+        dstep_w = _lsq(of_rows, 1.0, kept.weight.numel())
+        dw = dw.t() if setting.transposed else dw
+    if wants.bias:
+        assert kept.bias is not None
+        db = dy.sum(0, dtype=torch.float32).to(kept.bias.dtype)
+    return dx, dw, db, dstep_x, dstep_w, *[None] * 6
+
+
 class _Int4LinearFunction(torch.autograd.Function):
-    """y = x·Wᵀ + b from codes. `step_x` and `step_w` are there for their gradients alone."""
+    """y = x·Wᵀ + b from codes."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        step_x: Tensor,
-        step_w: Tensor,
-        sample: Tensor | None,
-        seeds: Tensor | None,
-        setting: _Setting,
-        q: Tensor,
-        qt: Tensor,
-        scale: Tensor,
-    ) -> Tensor:
-        layout: Literal["wide", "both"] = "wide" if sample is None else "both"
-        codes = int4_quantize(x, step_x, group=setting.group, layout=layout)
-        if sample is not None:
-            some = x.index_select(0, sample).to(torch.bfloat16)
-            kept = codes.packed, codes.scale, codes.squares, sample, some
-            ctx.save_for_backward(weight, *kept, qt, scale, seeds)
-        ctx.setting, ctx.dtype = setting, FLOATS[x.dtype]
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        wide_bias = None if bias is None else bias.float()
-        return int4_gemm(codes, Quantized4(None, q, scale), bias=wide_bias, out=ctx.dtype)
+    def forward(ctx: Any, x: Tensor, *by: Any) -> Tensor:
+        product = Int4Product(*by)
+        y, kept = multiply(x, product)
+        if kept is not None:
+            ctx.save_for_backward(*kept)
+        ctx.setting = product.setting
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, packed, x_scale, squares, sample, some, qt, scale, seeds = ctx.saved_tensors
-        setting, needs = ctx.setting, ctx.needs_input_grad
-        x, wt = Quantized4(packed, None, x_scale, squares), Quantized4(None, qt, scale)
-        split = _Split.of(grads[0].contiguous(), setting.gradient, seeds)
-        dx = dw = db = dstep_x = dstep_w = None
-        if needs[0] or needs[3]:
-            dx_hat, slots = split.times(wt, ctx.dtype)
-            gathered = {"group": setting.group, "unit": split.codes.scale}
-            if needs[0]:
-                dx = int4_quantize_backward(dx_hat, q=x, slots=slots, **gathered)
-            if needs[3]:
-                _, of_rows = int4_quantize_backward(
-                    dx_hat,
-                    x=some.to(dx_hat.dtype),
-                    step=x_scale,
-                    slots=slots.index_select(0, sample),
-                    **gathered,
-                )
-                tokens = max(1, len(packed))  # of none the sum is 0
-                dstep_x = _lsq(of_rows, tokens / max(1, len(sample)), tokens * qt.shape[0])
-            del dx_hat
-        if needs[1] or needs[4]:
-            dw_hat = split.transposed_times(x, FLOATS[weight.dtype])
-            of_weight = _out_by_in(weight, setting.transposed)
-            dw, of_rows = int4_quantize_backward(
-                dw_hat, x=of_weight, step=scale, group=setting.group
-            )
-            dstep_w = _lsq(of_rows, 1.0, weight.numel())
-            dw = dw.t() if setting.transposed else dw
-        if needs[2]:
-            db = grads[0].sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, dstep_x, dstep_w, *[None] * 6
+        wants_x, *wants = ctx.needs_input_grad
+        kept = Int4Kept(*ctx.saved_tensors)
+        return multiply_backward(grads[0], kept, ctx.setting, wants_x, Int4Product(*wants))
+
+
+def multiplied(x: Tensor, by: Int4Product) -> Tensor:
+    """Return x·Wᵀ + b in the dtype of x, with gradients."""
+    y: Tensor = _Int4LinearFunction.apply(x, *by)
+    return y
 
 
 class _Split(NamedTuple):
@@ -165,7 +232,7 @@ class _Split(NamedTuple):
 
     @classmethod
     def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
-        """Return that of m×n; `seeds` are three: for its parts, and for each product's rows."""
+        """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
         codes = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
         return cls(codes, parts, keep, seeds)
@@ -191,13 +258,29 @@ class _Split(NamedTuple):
         return int4_gemm(gt, xt, counts=counts, out=out)
 
 
-def _sampled(x: Tensor) -> Tensor:
-    """Return one in `SAMPLED` of the rows, int64, with replacement: without would take a sort.
+def sampled(x: Tensor, gradient: Gradient, training: bool) -> Tensor | None:
+    """Return the rows that a step's gradient sees, one in `SAMPLED`; None if no backward follows.
 
-    Not by `randint`: what is drawn from nothing a compiler may draw anew in backward.
+    They are int64, with replacement: without would take a sort. Not by `randint`: what is drawn
+    from nothing a compiler may draw anew in backward, and so it may what is not `held`.
+
+    Args:
+        x: of as many rows as there are tokens.
+
+    Raises:
+        UsageError: these are too many for backward.
     """
-    uniform = torch.rand_like(x[: -(-len(x) // SAMPLED), 0], dtype=torch.float32)
-    return (uniform * len(x)).long().clamp(max=len(x) - 1)
+    found = None
+    if backward_may_follow(training):
+        uniform = held(torch.rand_like(x[: -(-len(x) // SAMPLED), 0], dtype=torch.float32))
+        found = (uniform * len(x)).long().clamp(max=len(x) - 1)
+    if not torch.is_grad_enabled():
+        return None
+    if len(x) > (most := MOST_TOKENS[gradient]):
+        raise UsageError(
+            f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
+        )
+    return found
 
 
 def _lsq(of_rows: Tensor, share: float, elements: int) -> Tensor:
@@ -262,42 +345,40 @@ class _Int4Layer(nn.Module):
 
     def _scaled(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """Return steps that are never 0 or below; where a factor is, autograd minds its sign."""
-        return (
-            (self.step_x.float().abs() + _FLOOR) * first[0:1].float(),
-            (self.step_w.float().abs() + _FLOOR) * first[1:2].float(),
-        )
+        factors = torch.cat([self.step_x, self.step_w]).float().abs() + _FLOOR
+        step_x, step_w = (factors * first[:2].float()).split(1)
+        return step_x, step_w
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in) to (…, out), in the autocast dtype if there is one."""
-        checked_weight(self.weight)
         outputs, inputs = self._sizes()
         x = rows(input, inputs)
-        sample, seeds = self._drawn(x.detach())
-        with torch.autocast(x.device.type, enabled=False):
-            group, first = self._group, self.calibration.clone()  # DDP writes to buffers
-            if group is None:
-                group, first = self._first_batch(x.detach())
-            step_x, step_w = self._scaled(first)
-            w, wt = self._codes_of(step_w, group)
-            setting = _Setting(self.int4.gradient, group, self.transposed)
-            codes = setting, w.wide, wt.wide, w.scale
-            y = _Int4LinearFunction.apply(
-                x, self.weight, self.bias, step_x, step_w, sample, seeds, *codes
-            )
+        sample = sampled(x.detach(), self.int4.gradient, self.training)
+        seeds = keys_for_backward(KEYS, x.device, self.training)
+        y = multiplied(x, self.product(x.detach, sample, seeds))
         return y.reshape(*input.shape[:-1], outputs)
 
-    def _drawn(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows and the keys that backward needs of a batch; None if it will not run."""
-        sample = seeds = None
-        if backward_may_follow(self.training):
-            sample, seeds = _sampled(x), draw(3, x.device)
-        if not torch.is_grad_enabled():
-            return None, None
-        if len(x) > (most := MOST_TOKENS[self.int4.gradient]):
-            raise UsageError(
-                f"{len(x)} tokens at once: expected at most {most}, whose sums fit in 32 bits"
-            )
-        return sample, seeds
+    def product(
+        self, x: Callable[[], Tensor], sample: Tensor | None, seeds: Tensor | None
+    ) -> Int4Product:
+        """Return the product with the weight as it is now.
+
+        Args:
+            x: gives the input, which the first batch is asked for.
+            sample: as `sampled` has it; seeds: `KEYS` keys, where a backward may follow.
+        """
+        checked_weight(self.weight)
+        with torch.autocast(self.weight.device.type, enabled=False):
+            group, first = self._group, self.calibration.clone()  # DDP writes to buffers
+            if group is None:
+                group, first = self._first_batch(x())
+            step_x, step_w = self._scaled(first)
+            w, wt = self._codes_of(step_w, group)
+        assert w.wide is not None
+        assert wt.wide is not None
+        setting = Int4Setting(self.int4.gradient, group, self.transposed)
+        given = self.weight, self.bias, step_x, step_w, sample, seeds
+        return Int4Product(*given, w.wide, wt.wide, w.scale, setting)
 
     def _codes_of(self, step: Tensor, group: Group) -> tuple[Quantized4, Quantized4]:
         """Return the weight's wide codes and their transpose, made once per optimizer step."""

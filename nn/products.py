@@ -50,11 +50,15 @@ def checked_block(block: int, name: str = "block") -> Block:
 
 def draw(count: int, device: torch.device) -> torch.Tensor:
     """Draw Philox keys from torch's own generator: torch.manual_seed makes a run repeat."""
-    keys = torch.randint(2**62, (count,), dtype=torch.int64, device=device)
+    return held(torch.randint(2**62, (count,), dtype=torch.int64, device=device))
+
+
+def held(drawn: torch.Tensor) -> torch.Tensor:
+    """Return what was drawn, which a compiler does not draw again."""
     if not torch.compiler.is_compiling():
-        return keys
-    held: torch.Tensor = torch.ops.jetfire.held(keys)
-    return held
+        return drawn
+    found: torch.Tensor = torch.ops.jetfire.held(drawn)
+    return found
 
 
 # Inductor does not look into an operator. Where it sees a `randint`, it draws all keys again for
