@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +12,57 @@ from torch.nn import functional as F
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.nn.flow import Setting, Stream, checked_stream, flowed, product_of
+from jetfire.core.problem import Block
+from jetfire.nn.flow import Setting, Stream, StreamBlock, checked_stream, flowed, product_of
 from jetfire.nn.linear import Int8Linear
 from jetfire.nn.products import Placed, checked_block
 
 Tensor = torch.Tensor
 
 
-class Int8Block(nn.Module):
+class GPT2StreamBlock(StreamBlock):
+    """The layers of GPT-2's block, under the names norm1, qkv, projection, norm2, expand, contract.
+
+    Args:
+        linear: makes a linear layer of inputs and outputs.
+        fp32: device and dtype of the norms.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float,
+        flow: Block,
+        linear: Callable[[int, int], nn.Linear],
+        fp32: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise UsageError(f"width={width}: expected a multiple of heads={heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
+        self.width, self.heads, self.dropout, self.flow = width, heads, dropout, flow
+        self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
+        self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
+        self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
+
+    def attended(self, parts: Sequence[Tensor], batch: int, dropout: float) -> Tensor:
+        """Return attention to the past as batch×length×heads×head.
+
+        Args:
+            parts: query, key and value, each a matrix of batch·length tokens × width.
+            dropout: probability, of its weights.
+        """
+        head = self.width // self.heads
+        query, key, value = (p.view(batch, -1, self.heads, head).transpose(1, 2) for p in parts)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        return attended.transpose(1, 2)
+
+
+class Int8Block(GPT2StreamBlock):
     """LayerNorm → attention → add; LayerNorm → MLP (tanh GELU) → add, all of it in INT8.
 
     Attention itself is `scaled_dot_product_attention` in BF16. Parameters are fp32, under the names
@@ -39,6 +84,11 @@ class Int8Block(nn.Module):
             DDP, no FSDP.
     """
 
+    qkv: Int8Linear
+    projection: Int8Linear
+    expand: Int8Linear
+    contract: Int8Linear
+
     @checked
     def __init__(
         self,
@@ -50,23 +100,12 @@ class Int8Block(nn.Module):
         device: Placed = None,
         kept: int = 8,
     ) -> None:
-        super().__init__()
-        if heads < 1 or width % heads:
-            raise UsageError(f"width={width}: expected a multiple of heads={heads}")
-        if not 0.0 <= dropout < 1.0:
-            raise UsageError(f"dropout={dropout}: expected at least 0 and less than 1")
-        self.width, self.heads, self.dropout = width, heads, dropout
-        self.block = checked_block(block)
-        self.flow = self.block if flow is None else checked_block(flow, "flow")
-        self.adds_gradients = False
+        side = checked_block(block)
+        between = side if flow is None else checked_block(flow, "flow")
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
-        self.norm1, self.norm2 = nn.LayerNorm(width, **fp32), nn.LayerNorm(width, **fp32)
-
-        def linear(inputs: int, outputs: int) -> Int8Linear:
-            return Int8Linear(inputs, outputs, block=block, kept=kept, **fp32)
-
-        self.qkv, self.projection = linear(width, 3 * width), linear(width, width)
-        self.expand, self.contract = linear(width, 4 * width), linear(4 * width, width)
+        linear = partial(Int8Linear, block=block, kept=kept, **fp32)
+        super().__init__(width, heads, dropout, between, linear, fp32)
+        self.block, self.adds_gradients = side, False
 
     def forward(self, stream: Stream, batch: int) -> Stream:
         """Return the stream of batch·length tokens × width after this block."""
@@ -83,13 +122,8 @@ class Int8Block(nn.Module):
         )
 
         def attention(*parts: Tensor) -> Tensor:
-            query, key, value = (p.view(batch, -1, self.heads, head).transpose(1, 2) for p in parts)
-            attended = F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True
-            )
-            return attended.transpose(1, 2)
+            return self.attended(parts, batch, dropout)
 
-        head = self.width // self.heads
         norms = [(norm.weight, norm.bias) for norm in (self.norm1, self.norm2)]
         linears = self.qkv, self.projection, self.expand, self.contract
         products = [product_of([linear], linear.codes()) for linear in linears]

@@ -14,11 +14,13 @@ The norm is LayerNorm or RMSNorm, the MLP has a GELU or SwiGLU; attention is the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.errors import UsageError
@@ -86,6 +88,20 @@ class Stream(NamedTuple):
     def of(cls, x: Tensor, block: Block) -> Stream:
         """Return the stream of a bf16 matrix, its codes in blocks of the flow's side."""
         return cls(x, int8_quantize(x.detach(), block=block))
+
+
+class StreamBlock(nn.Module, ABC):
+    """A transformer block that reads and writes a `Stream`.
+
+    Attributes:
+        flow: side of the blocks of the stream's codes.
+    """
+
+    flow: Block
+
+    @abstractmethod
+    def forward(self, stream: Stream, batch: int) -> Stream:
+        """Return the stream of batch·length tokens × width after this block."""
 
 
 def checked_stream(stream: Stream, flow: Block, batch: int) -> None:

@@ -15,6 +15,7 @@ from jetfire.nn.flow import (
     JoinedWeights,
     Setting,
     Stream,
+    StreamBlock,
     checked_stream,
     flowed,
     product_of,
@@ -27,7 +28,7 @@ Tensor = torch.Tensor
 _MOST_TABLES = 16  # sequences may have any length
 
 
-class Int8LlamaBlock(nn.Module):
+class Int8LlamaBlock(StreamBlock):
     """RMSNorm → attention → add; RMSNorm → SwiGLU → add, all of it in INT8 (arXiv 2307.09288).
 
     Attention itself is `scaled_dot_product_attention` in BF16, of queries and keys with rotary
