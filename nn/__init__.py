@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jetfire.nn.frozen import FrozenInt8Linear
     from jetfire.nn.gelu import Int8GELU
     from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
+    from jetfire.nn.int4_block import Int4Block
     from jetfire.nn.layernorm import Int8LayerNorm
     from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
     from jetfire.nn.llama import Int8LlamaBlock
@@ -32,6 +33,7 @@ _MODULES = {
     "CodesQuality": "watching",
     "FrozenInt8Linear": "frozen",
     "Int4": "recipes",
+    "Int4Block": "int4_block",
     "Int4Conv1D": "int4",
     "Int4Linear": "int4",
     "Int8Block": "block",
@@ -63,6 +65,7 @@ __all__ = [
     "CodesQuality",
     "FrozenInt8Linear",
     "Int4",
+    "Int4Block",
     "Int4Conv1D",
     "Int4Linear",
     "Int8Block",

@@ -90,8 +90,9 @@ class Recipe:
 
     Attributes:
         block: side of the blocks whose codes are multiplied.
-        flow: side of the blocks of what flows between products in a fused block (`Int8Block`); None
-            is `block`, or with fallback none.
+        flow: side of the blocks of what flows between products in a fused block (`Int8Block`,
+            `Int4Block`); None is `block`, or with fallback none. Without either nothing flows in
+            INT8, nor does it in INT4 recipes but in GPT-2's blocks of `jetfire train`.
         head: as `block`, of the output head's products in `jetfire train`, and in `convert` with
             fused blocks; None multiplies it in BF16.
         int4: how the products are made in 4 bits.
@@ -144,9 +145,9 @@ RECIPES = {
         *(Recipe(f"int8-block{block}", block) for block in get_args(Block)),
         Recipe("int8-kept4", 128, 32, head=128, kept=4),
         Recipe("int8-fallback", 128, fallback=0.2),
-        Recipe("int4-hq-lss", int4=DEFAULT),
-        Recipe("int4-hq", int4=Int4(gradient="split")),
-        Recipe("int4-naive", int4=Int4(1, "nearest")),
+        Recipe("int4-hq-lss", flow=32, int4=DEFAULT),
+        Recipe("int4-hq", flow=32, int4=Int4(gradient="split")),
+        Recipe("int4-naive", flow=32, int4=Int4(1, "nearest")),
     )
 }
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 
 from jetfire.nn import (
     FrozenInt8Linear,
+    Int4Block,
     Int4Conv1D,
     Int4Linear,
     Int8Block,
@@ -54,11 +55,11 @@ SEGMENTS = {
 
 
 class Blocks(nn.Module):
-    """Two blocks, one of which hands the codes of its gradient to the other."""
+    """Two blocks; one in INT8 hands the codes of its gradient to the other."""
 
-    def __init__(self, dropout, kept=8):
+    def __init__(self, kind, dropout, **options):
         super().__init__()
-        self.blocks = nn.ModuleList(Int8Block(WIDTH, 2, dropout, kept=kept) for _ in range(2))
+        self.blocks = nn.ModuleList(kind(WIDTH, 2, dropout, **options) for _ in range(2))
 
     def forward(self, x):
         stream = Stream.of(x.bfloat16(), 32)
@@ -81,9 +82,10 @@ LAYERS = {
     "Int4Linear": lambda: Int4Linear(WIDTH, WIDTH),
     "Int4Linear of BF16": lambda: Int4Linear(WIDTH, WIDTH).bfloat16(),
     "Int4Conv1D": lambda: Int4Conv1D(parameter(WIDTH, WIDTH), parameter(WIDTH)),
-    "Int8Block": lambda: Blocks(0.0),
-    "Int8Block that drops": lambda: Blocks(0.3),
-    "Int8Block in 4 bits": lambda: Blocks(0.3, kept=4),
+    "Int8Block": lambda: Blocks(Int8Block, 0.0),
+    "Int8Block that drops": lambda: Blocks(Int8Block, 0.3),
+    "Int8Block in 4 bits": lambda: Blocks(Int8Block, 0.3, kept=4),
+    "Int4Block": lambda: Blocks(Int4Block, 0.3),
 }
 
 

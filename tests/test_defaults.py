@@ -27,6 +27,7 @@ from jetfire.measure import data
 from jetfire.nn import (
     RECIPES,
     AdamW,
+    Int4Block,
     Int4Conv1D,
     Int4Linear,
     Int8Block,
@@ -224,7 +225,7 @@ def fp32(*shape):
 def layers():
     """Every module, and the functions that have parameters, as functions of tokens × 64 floats."""
     options = {"device": CPU, "dtype": torch.float32}
-    block = Int8Block(64, 2, dropout=0.2, device=CPU)
+    block, in_4_bits = (kind(64, 2, dropout=0.2, device=CPU) for kind in (Int8Block, Int4Block))
     sequential = nn.Sequential(
         nn.Linear(64, 48, **options), nn.GELU(), nn.Linear(48, 64, **options)
     )
@@ -241,12 +242,13 @@ def layers():
         "Int8Conv1D": Int8Conv1D(fp32(64, 48), fp32(48)),
         "Int8LayerNorm": Int8LayerNorm(64, **options),
         "Int8GELU": Int8GELU(),
+        "Int4Block": lambda x: in_4_bits(Stream.of(x.bfloat16(), 32), 2).x,
         "Int8Block": lambda x: block(Stream.of(x.bfloat16(), 32), 2).x,
         "Int4Linear": Int4Linear(64, 48, **options),
         "Int4Conv1D": Int4Conv1D(fp32(64, 48), fp32(48)),
         "convert": sequential,
         "tied": tied,
-    }, [block, sequential, nn.ParameterList([table])]
+    }, [block, in_4_bits, sequential, nn.ParameterList([table])]
 
 
 def trained(which):

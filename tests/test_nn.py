@@ -73,7 +73,7 @@ def test_recipes():
     int4 = ["int4-hq-lss", "int4-hq", "int4-naive"]
     assert list(RECIPES) == ["bf16", *int8, "int8-kept4", "int8-fallback", *int4]
     assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, *[128] * 3, *[None] * 3]
-    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, 32, *[None] * 4]
+    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, 32, None, 32, 32, 32]
     assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 3, 128, *[None] * 4]
     assert [r.plain for r in RECIPES.values()] == [True, *[False] * 9]
     assert [r.fallback for r in RECIPES.values()] == [*[None] * 6, 0.2, *[None] * 3]

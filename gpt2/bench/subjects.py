@@ -29,6 +29,7 @@ from jetfire.gpt2.model.language_model import LanguageModel
 from jetfire.gpt2.training.graph import GraphedStep
 from jetfire.gpt2.training.step import Micro, Step, autocast
 from jetfire.nn import Int8Block, Int8LlamaBlock, Stream, recipes, weights_changed
+from jetfire.nn.flow import StreamBlock
 
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
 _WARM = 3  # a GraphedStep captures itself on its third call
@@ -242,13 +243,13 @@ class BlockSubject(Subject):
         current.wait_stream(self.stream)
 
     def _outputs(self) -> torch.Tensor:
-        x, side = self.x, self.recipe.flow
+        x = self.x
         if not self.recipe.plain:
             weights_changed()
-        if side is None:
+        if not isinstance(self.model, StreamBlock):
             with autocast(x.device):
                 return self.forward(x if x.is_cuda else x.float())
-        stream = self.forward(Stream.of(x.flatten(0, 1), side), x.shape[0])
+        stream = self.forward(Stream.of(x.flatten(0, 1), self.model.flow), x.shape[0])
         return stream.x.view(x.shape)
 
     def first(self) -> Tensors:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from jetfire.gpt2.model.language_model import LanguageModel, linear_of
 from jetfire.gpt2.model.shape import Shape
-from jetfire.nn import Int8Block
+from jetfire.nn import Int4Block, Int8Block
+from jetfire.nn.flow import StreamBlock
 from jetfire.nn.recipes import Recipe
 
 
@@ -51,10 +52,12 @@ class GPT2(LanguageModel):
     norm: nn.LayerNorm
 
     @staticmethod
-    def block_of(shape: Shape, recipe: Recipe) -> Block | Int8Block:
-        if recipe.block is not None and recipe.flow is not None:
-            sizes = shape.width, shape.heads, shape.dropout
-            return Int8Block(*sizes, recipe.block, recipe.flow, kept=recipe.kept)
+    def block_of(shape: Shape, recipe: Recipe) -> Block | StreamBlock:
+        sizes, flow = (shape.width, shape.heads, shape.dropout), recipe.flow
+        if recipe.block is not None and flow is not None:
+            return Int8Block(*sizes, recipe.block, flow, kept=recipe.kept)
+        if recipe.int4 is not None and flow is not None:
+            return Int4Block(*sizes, recipe.int4, flow)
         return Block(shape, linear_of(recipe))
 
     @staticmethod

@@ -25,6 +25,7 @@ from jetfire.nn import (
     recipes,
     tied_embedding,
 )
+from jetfire.nn.flow import StreamBlock
 from jetfire.nn.loss import mean_linear_cross_entropy
 from jetfire.nn.products import Int8Weights, QuantisedWeight
 from jetfire.nn.recipes import Recipe
@@ -68,8 +69,8 @@ class LanguageModel(nn.Module, Int8Weights):
     Args:
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the
             blocks in INT8, with a `head` the output head's loss too (`own_loss`), and the rest,
-            logits without targets among it, in BF16; INT4 recipes the blocks' linear layers alone,
-            and the rest as bf16 does.
+            logits without targets among it, in BF16; INT4 recipes the blocks' linear layers, and
+            the rest as bf16 does, but for what flows between those of GPT-2's blocks.
         own_loss: the head and its loss are `linear_cross_entropy`; None is so but of bf16.
     """
 
@@ -89,6 +90,8 @@ class LanguageModel(nn.Module, Int8Weights):
         if "positions.weight" in ends:
             self.positions = nn.Embedding(shape.context, width, dtype=torch.float32)
         self.blocks = nn.ModuleList(self.block_of(shape, self.recipe) for _ in range(shape.layers))
+        first = self.blocks[0]
+        self.flow = first.flow if isinstance(first, StreamBlock) else None
         self.norm = self.norm_of(width)
         if "head.weight" in ends:
             self.head = nn.Linear(width, shape.rows, bias=False, dtype=torch.float32)
@@ -148,7 +151,7 @@ class LanguageModel(nn.Module, Int8Weights):
             x = x + self.positions.weight[: ids.shape[1]]
         if self.training and self.shape.dropout:
             x = F.dropout(x, self.shape.dropout)
-        x = self._plain(x) if self.recipe.flow is None else self._int8(x, self.recipe.flow)
+        x = self._plain(x) if self.flow is None else self._flowed(x, self.flow)
         valid, weight = self.shape.vocabulary, self.output
         if targets is None:
             return F.linear(x, weight.to(x.dtype))[..., :valid]
@@ -175,7 +178,7 @@ class LanguageModel(nn.Module, Int8Weights):
         found: torch.Tensor = self.norm(x)
         return found
 
-    def _int8(self, x: torch.Tensor, side: problem.Block) -> torch.Tensor:
+    def _flowed(self, x: torch.Tensor, side: problem.Block) -> torch.Tensor:
         batch, tokens, width = x.shape
         with torch.autocast(x.device.type, enabled=False):
             stream = Stream.of(x.flatten(0, 1).to(torch.bfloat16), side)

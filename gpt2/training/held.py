@@ -185,17 +185,18 @@ class Head(NamedTuple):
     scores: float
 
 
-def head_of(s: Sizes, recipe: Recipe, loose: float = 0.0) -> Head:
+def head_of(s: Sizes, recipe: Recipe, wide: int, loose: float = 0.0) -> Head:
     """Return the head of a recipe.
 
     Args:
+        wide: bytes of a number of the stream.
         loose: as a part has it.
     """
     scores = 2.0 * s.logits
     if recipe.plain:
         return Head(_plain_head(s, loose), 0.0, scores + 8 * s.valid + 2 * s.table)
     if recipe.head is None:
-        return Head(_head(s, 4 if recipe.block is None else 2, loose), 0.0, scores + 2 * s.table)
+        return Head(_head(s, wide, loose), 0.0, scores + 2 * s.table)
     code = code_bytes(recipe.head)
     if recipe.logits == "parts":
         part = _head_in_parts(s, code, loose)

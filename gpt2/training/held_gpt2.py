@@ -41,12 +41,13 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
         sides = code_bytes(recipe.block), code_bytes(recipe.flow)
         block = _int8_block(s, *sides, kept_bytes(recipe))
     elif recipe.int4 is not None:
+        wide, alone = 2, 36
         codes = remade = 2.0 * weights  # a byte each, both ways
-        block = _int4_block(s, recipe.int4)
+        block = _int4_block(s, code_bytes(recipe.flow), recipe.int4)
     else:
         copies = 2.0 * weights
         block = _plain_block(s)
-    head = head_of(s, recipe)
+    head = head_of(s, recipe, wide)
     positions = 4.0 * shape.context * shape.width
     # dx, and again in FP32; torch's own embedding makes a second gradient of the table.
     of_ids = (wide + 4) * s.x + positions + 4 * s.table * recipe.plain
@@ -108,21 +109,28 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     return Part("block", kept, moments, (4 + 1 + 2 + 2 + 1 + 4 + keeps.unpacked) * s.x)
 
 
-def _int4_block(s: _Sizes, how: Int4) -> Part:
-    """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
+def _int4_block(s: _Sizes, flow: float, how: Int4) -> Part:
+    """Return `Int4Block` (nn/int4_block.py): products' inputs are packed codes.
+
+    Args:
+        flow: bytes of a code of what flows between products.
+    """
     code, g, for_x, for_w = int4_bytes(s.tokens, how)
-    # x, q k v, o, x, f; codes of four inputs, of which u's are 4 x; squares of rows.
-    kept = (4 + 6 + 2 + 4 + 8 + 7 * code + 2 * s.masked) * s.x + 4 * s.rows + 16 * s.tokens
-    after_mlp, after_attention = 12 + 6 * code, 20 + 6 * code
+    # Codes of q k v and o, of what both norms read and of f; of four products' inputs, of which u
+    # is 4 x; squares of rows.
+    kept = ((3 + 1 + 1 + 1 + 4) * flow + 7 * code) * s.x + 4 * s.rows + 16 * s.tokens
+    after_mlp, after_attention = 5 * flow + 6 * code, 9 * flow + 6 * code
+    after_gelu, dy = (4 * flow + 4 * code) * s.x, 2 * s.masked
     moments = (
-        Moment(0, (4 + 2 + g + 8 * for_x + 8) * s.x, 0),  # dx, dy and codes, du twice
-        Moment(0, (4 + 2 + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
-        Moment(0, (4 + 2 + g + 8) * s.x + 16 * s.w, 16 * s.w),
-        Moment(4 * code * s.x, (4 + 8 + 8) * s.x, 16 * s.w),  # dx, du, df
-        Moment((8 + 4 * code) * s.x, (4 + 8 + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
-        Moment((8 + 4 * code) * s.x, (4 + 8 + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
-        Moment(after_mlp * s.x, (4 + 2) * s.x + s.attention, 36 * s.w),  # dx, do
-        Moment(after_attention * s.x, (4 + 6 + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w, 36 * s.w),
-        Moment(after_attention * s.x, (4 + 6 + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
+        Moment(0, (2 + dy + g + 8 * for_x + 8) * s.x, 0),  # dx, dy's codes, du twice
+        Moment(0, (2 + dy + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
+        Moment(0, (2 + dy + g + 8) * s.x + 16 * s.w, 16 * s.w),
+        Moment(0, (2 + dy + 2 * 4 * flow + 8) * s.x, 16 * s.w),  # codes of du and df, df
+        Moment(after_gelu, (2 + 8 + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
+        Moment(after_gelu, (2 + 8 + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
+        Moment(after_mlp * s.x, (2 + 2 + 8) * s.x + s.attention, 36 * s.w),  # dx, do, q k v o
+        Moment(after_attention * s.x, (2 + 6 + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w, 36 * s.w),
+        Moment(after_attention * s.x, (2 + 6 + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
     )
-    return Part("block", kept, moments, (8 + 4 + 2) * s.x, 16 * s.w)  # u and its codes, y
+    # f, u and its codes, y, x before and after attention; and the embeddings in FP32.
+    return Part("block", kept, moments, (8 + 8 + 4 + 2 + 2 + 2 + 4) * s.x, 16 * s.w)

@@ -98,7 +98,7 @@ def llama(shape: Shape, recipe: Recipe, batch: int) -> Held:
         block = _plain_block(s)
         copies = 2 * weights
     gradient = 4.0 * s.table
-    head = head_of(s, recipe, 0.0 if s.shape.tied else gradient)
+    head = head_of(s, recipe, 4 if recipe.block is None else 2, 0.0 if s.shape.tied else gradient)
     return Held(
         s.parameters,
         codes + head.codes,

@@ -185,7 +185,8 @@ class Settings:
         if self.weights == "fp32":
             return
         wanted = None
-        if self.precision().flow is None:
+        recipe = self.precision()
+        if recipe.block is None or recipe.flow is None:
             wanted = f"recipe={self.recipe}: expected an INT8 recipe without fallback"
         elif self.optimizer != "adamw8":
             wanted = f"optimizer={self.optimizer}: expected optimizer=adamw8"
