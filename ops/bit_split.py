@@ -85,19 +85,19 @@ class BitSplit(StandardOp):
 
     def eager(self, problem: BitSplitProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the same as plain torch writes it, in the input's own dtype."""
-        return lambda: _in_torch(problem, inputs["x"])
+        return lambda: in_torch(problem.bits, inputs["x"])
 
 
-def _in_torch(problem: BitSplitProblem, x: Tensor) -> tuple[Tensor, ...]:
+def in_torch(bits: Bits, x: Tensor) -> tuple[Tensor, ...]:
     """Return packed codes, unit and squares by plain torch."""
     import torch
 
     from jetfire.reference.bit_split import HIGH, LARGEST, MOST
     from jetfire.reference.nibbles import pack
 
-    unit = x.abs().amax() / MOST[problem.bits]
+    unit = x.abs().amax() / MOST[bits]
     v = x / unit
-    if problem.bits == 4:
+    if bits == 4:
         codes = v.round()
     else:
         high = (v / HIGH).round()

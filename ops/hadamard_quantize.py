@@ -259,8 +259,9 @@ class HadamardQuantize(StandardOp):
 
         backward = problem.mode == "bwd"
         h = matrix(problem.group).to(inputs["dx_hat" if backward else "x"])
-        in_torch = _backward_in_torch if backward else _forward_in_torch
-        return lambda: in_torch(problem, inputs, h)
+        if backward:
+            return lambda: _backward_in_torch(problem, inputs, h)
+        return lambda: forward_in_torch(inputs["x"], inputs["step"], h, problem.layout)
 
 
 def first_step(x: Tensor, group: int) -> Tensor:
@@ -310,17 +311,15 @@ def step_gradient(terms: Tensor, name: str) -> Tensors:
     return of_sum(name, terms.sum(dim=1), terms.abs().sum(dim=1), higham(chain), n * 2.0**-149)
 
 
-def _forward_in_torch(
-    problem: HadamardQuantizeProblem, inputs: Tensors, h: Tensor
-) -> tuple[Tensor, ...]:
+def forward_in_torch(x: Tensor, step: Tensor, h: Tensor, layout: Codes) -> tuple[Tensor, ...]:
+    """Return codes as `layout` says, and squares, by plain torch."""
     import torch
 
     from jetfire.reference.nibbles import pack, widen
 
-    x, step = inputs["x"], inputs["step"]
     codes = (_transformed(x, h) / step).round().clamp(-8, 7).to(torch.int8)
-    found = [widen(codes)] if problem.layout != "packed" else []
-    if problem.layout != "wide":
+    found = [widen(codes)] if layout != "packed" else []
+    if layout != "wide":
         found.insert(0, pack(codes))
     return (*found, codes.float().square().sum(dim=1))
 

@@ -63,12 +63,23 @@ def codes(
         seed: int64, one element, for bits=8.
     """
     v = x.float() * unit.reciprocal() if bool(unit > 0) else torch.zeros_like(x).float()
+    return parts_of(v, unit, bits, seed, row0)
+
+
+def parts_of(
+    v: torch.Tensor,
+    unit: torch.Tensor,
+    bits: int,
+    seed: torch.Tensor | None = None,
+    row0: int = 0,
+) -> torch.Tensor:
+    """Return int8 codes as `codes` does, of elements in units."""
     if bits == 4:
         parts = [v.round()]
     elif seed is None:
         raise ValueError("splitting in two needs a seed")
     else:
-        parts = list(split(v, random_u16(seed, len(x), x.shape[1], row0=row0)))
+        parts = list(split(v, random_u16(seed, len(v), v.shape[1], row0=row0)))
     if row0 == 0 and bool(torch.isnan(unit)):
         parts[0][0, 0] = 1.0
     return torch.cat(parts).to(torch.int8)

@@ -25,7 +25,7 @@ def multiplier(step: torch.Tensor, group: int) -> torch.Tensor:
     return inverse.masked_fill(~(torch.isfinite(inverse) & (inverse > 0)), 0.0)
 
 
-def _codes(v: torch.Tensor) -> torch.Tensor:
+def rounded(v: torch.Tensor) -> torch.Tensor:
     """Return clamp(rint(v), −8, 7), ties to even, as floats; NaN gives −8, as fmax has it."""
     low, high = (torch.full_like(v, x) for x in (LEAST, MOST))
     return torch.fmin(torch.fmax(v, low), high).round()
@@ -56,7 +56,7 @@ def quantize(
         and where the multiplier is 0.
     """
     b, inverse = butterflies(x.float(), group), multiplier(step, group)
-    q = _codes(b * inverse).to(torch.int8)
+    q = rounded(b * inverse).to(torch.int8)
     bad = ~torch.isfinite(b[:, ::group]).all() | (inverse == 0)
     squares = q.int().square().sum(dim=1, dtype=torch.int32)
     return q, step.masked_fill(bad, math.nan), squares
@@ -97,6 +97,6 @@ def step_terms(
     arXiv 1902.08153). LSQ's own factor 1/√(7·numel) is left to the caller.
     """
     v = butterflies(x.float(), group) * multiplier(step, group)
-    q = _codes(v)
+    q = rounded(v)
     delta = torch.where(inside(q), q.double() - v.double(), q.double())
     return q.to(torch.int8), dx_hat.double() * delta

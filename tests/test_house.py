@@ -189,6 +189,10 @@ NAMED = {
     "kernels_triton/fallback_gemm/__init__.py": ["gemm"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
     "kernels_triton/hadamard_unpack/__init__.py": ["hadamard_pack"],
+    # Ops that are another's, but for what they read.
+    "kernels_triton/bit_split_codes/__init__.py": ["bit_split"],
+    "ops/bit_split_codes.py": ["bit_split"],
+    "ops/hadamard_quantize_codes.py": ["hadamard_quantize"],
     # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
     # field that have an op's name.
     "ops/adamw.py": ["quantize"],

@@ -25,6 +25,7 @@ FIELDS = {
     "adamw8": [{}, {"guarded": True, "layout": "none"}, {"dtype": "bf16"}],
     "add": [{"mode": "fwd"}, {"mode": "bwd", "rounding": "stochastic", "layout": "both"}],
     "bit_split": [{}, {"bits": 4, "dtype": "fp16"}],
+    "bit_split_codes": [{}, {"bits": 4}],
     "cross_entropy": [{"mode": "fwd"}, {"mode": "bwd", "dtype": "fp16"}],
     "dequantize": [{"out": "bf16"}, {"out": "fp16"}],
     "gather_rows": [{}, {"rows": 50, "repeat": True}],
@@ -39,6 +40,7 @@ FIELDS = {
         {"mode": "fwd", "group": 2, "dtype": "fp16"},
         {"mode": "bwd", "group": 2, "given": "x", "dtype": "fp32"},
     ],
+    "hadamard_quantize_codes": [{"group": 2}],
     "int4_gemm": [{}, {"product": "dgrad", "operands": "wide"}],
     "layernorm": [
         {"mode": "fwd"},
