@@ -255,7 +255,7 @@ class _Enter(torch.autograd.Function):
         dx, *parts = grads
         if cos is not None:
             parts[:2] = (rotary_embedding(part, cos, sin, inverse=True) for part in parts[:2])
-        g = _side_by_side(parts, block, seeds[0:1])
+        g = side_by_side(parts, block, seeds[0:1])
         del parts
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
@@ -509,7 +509,7 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     return under._replace(qt=beside.q, scale_t=beside.scale)
 
 
-def _side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
+def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
     """Return the codes of the gradients of query, key and value as those of one matrix."""
     dq, dk, dv = parts
     if dq.shape == dk.shape == dv.shape:  # compared, not hashed: sizes may be symbols

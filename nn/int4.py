@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import FloatName
-from jetfire.core.tensors import Quantized4
+from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
@@ -38,10 +38,14 @@ from jetfire.nn.products import (
 from jetfire.nn.recipes import DEFAULT, Gradient, Int4, as_group
 from jetfire.ops import (
     int4_bit_split,
+    int4_bit_split_codes,
     int4_gather_rows,
     int4_quantize,
     int4_quantize_backward,
+    int4_quantize_codes,
     int4_sample_rows,
+    int8_column_sum,
+    int8_dequantize,
 )
 from jetfire.ops.hadamard_quantize import Group
 from jetfire.ops.int4_gemm import MOST_K, int4_gemm
@@ -132,37 +136,72 @@ class Int4Kept(NamedTuple):
     scale: Tensor
 
 
-def multiply(x: Tensor, by: Int4Product) -> tuple[Tensor, Int4Kept | None]:
-    """Return x·Wᵀ + b in the dtype of x, and what its backward keeps; None where none follows."""
+def multiply(x: Tensor | Quantized, by: Int4Product) -> tuple[Tensor, Int4Kept | None]:
+    """Return x·Wᵀ + b, and what its backward keeps; None where none follows.
+
+    Args:
+        x: floats, of which y has the dtype; or codes, then y is bf16.
+    """
     layout: Literal["wide", "both"] = "wide" if by.sample is None else "both"
-    codes = int4_quantize(x, by.step_x, group=by.setting.group, layout=layout)
+    codes = _quantised(x, by.step_x, by.setting.group, layout)
     wide_bias = None if by.bias is None else by.bias.float()
     w = Quantized4(None, by.q, by.scale)
-    y = int4_gemm(codes, w, bias=wide_bias, out=FLOATS[x.dtype])
+    y = int4_gemm(codes, w, bias=wide_bias, out=_float_of(x))
     if by.sample is None:
         return y, None
     assert by.seeds is not None
     assert codes.packed is not None
     assert codes.squares is not None
-    some = x.index_select(0, by.sample).to(torch.bfloat16)
-    of_x = codes.packed, codes.scale, codes.squares, some
+    of_x = codes.packed, codes.scale, codes.squares, _rows_of(x, by.sample)
     return y, Int4Kept(*of_x, by.weight, by.bias, by.sample, by.seeds, by.qt, by.scale)
 
 
+def _float_of(x: Tensor | Quantized) -> FloatName:
+    """Return the dtype that is made of a product's operand."""
+    return "bf16" if isinstance(x, Quantized) else FLOATS[x.dtype]
+
+
+def _quantised(
+    x: Tensor | Quantized, step: Tensor, group: Group, layout: Literal["wide", "both"]
+) -> Quantized4:
+    """Return the 4-bit codes of a product's input; of codes, where a group lies in their blocks."""
+    if isinstance(x, Quantized):
+        if group <= x.block:
+            return int4_quantize_codes(x, step, group=group, layout=layout)
+        x = int8_dequantize(x)
+    return int4_quantize(x, step, group=group, layout=layout)
+
+
+def _rows_of(x: Tensor | Quantized, sample: Tensor) -> Tensor:
+    """Return the rows that are named, bf16."""
+    if not isinstance(x, Quantized):
+        return x.index_select(0, sample).to(torch.bfloat16)
+    assert x.q is not None
+    assert x.scale is not None
+    scale = x.scale.index_select(0, sample // x.block)
+    wide = scale[:, :, None].expand(-1, -1, x.block).flatten(1)[:, : x.q.shape[1]]
+    return (x.q.index_select(0, sample) * wide).to(torch.bfloat16)
+
+
 def multiply_backward(
-    dy: Tensor, kept: Int4Kept, setting: Int4Setting, wants_x: bool, wants: Int4Product
+    dy: Tensor | Quantized,
+    kept: Int4Kept,
+    setting: Int4Setting,
+    wants_x: bool,
+    wants: Int4Product,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of a product's input and of each field of `Int4Product`.
 
     Args:
-        dy: of its output, m×n.
+        dy: of its output, m×n: floats, of which the input's has the dtype; or codes with those of
+            the transpose, then it is bf16.
         wants_x, wants: whether each of them is wanted; None is returned for those that are not.
     """
     x = Quantized4(kept.packed, None, kept.x_scale, kept.squares)
-    split = _Split.of(dy.contiguous(), setting.gradient, kept.seeds)
+    split = _Split.of(dy, setting.gradient, kept.seeds)
     dx = dw = db = dstep_x = dstep_w = None
     if wants_x or wants.step_x:
-        dx_hat, slots = split.times(Quantized4(None, kept.qt, kept.scale), FLOATS[dy.dtype])
+        dx_hat, slots = split.times(Quantized4(None, kept.qt, kept.scale), _float_of(dy))
         gathered = {"group": setting.group, "unit": split.codes.scale}
         if wants_x:
             dx = int4_quantize_backward(dx_hat, q=x, slots=slots, **gathered)
@@ -188,8 +227,12 @@ def multiply_backward(
         dw = dw.t() if setting.transposed else dw
     if wants.bias:
         assert kept.bias is not None
-        db = dy.sum(0, dtype=torch.float32).to(kept.bias.dtype)
+        db = _column_sum(dy).to(kept.bias.dtype)
     return dx, dw, db, dstep_x, dstep_w, *[None] * 6
+
+
+def _column_sum(dy: Tensor | Quantized) -> Tensor:
+    return int8_column_sum(dy) if isinstance(dy, Quantized) else dy.sum(0, dtype=torch.float32)
 
 
 class _Int4LinearFunction(torch.autograd.Function):
@@ -231,10 +274,14 @@ class _Split(NamedTuple):
     seeds: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor, how: str, seeds: Tensor) -> _Split:
+    def of(cls, gradient: Tensor | Quantized, how: str, seeds: Tensor) -> _Split:
         """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
-        codes = int4_bit_split(gradient, bits=8 if parts == 2 else 4, seed=seeds[0:1])
+        bits: Literal[8, 4] = 8 if parts == 2 else 4
+        if isinstance(gradient, Quantized):
+            codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])
+        else:
+            codes = int4_bit_split(gradient.contiguous(), bits=bits, seed=seeds[0:1])
         return cls(codes, parts, keep, seeds)
 
     def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> SampledRows:

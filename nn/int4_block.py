@@ -1,17 +1,17 @@
 """The block of `jetfire-train`'s GPT-2 with products of 4-bit codes and INT8 between them.
 
-The residual stream is BF16, as are the inputs and outputs of products. Norms, GELU and adds read
-and write INT8 codes in blocks of one side, `flow`, and so does what backward keeps of them.
+The residual stream is BF16, as are the outputs of products. Norms, GELU and adds read and write
+INT8 codes in blocks of one side, `flow`; a product reads them, and makes its own 4-bit codes of
+them. Backward, what attention and GELU give their products are codes too.
 
-What backward keeps of a product's input is its 4-bit codes (`jetfire.nn.int4`), which are half of
-GELU's input's, so its output is not made again. A product's gradient of its input becomes codes by
-stochastic rounding, with a key of its own, so that it stays right in the mean; and so does what
-attention keeps (`jetfire.nn.attention`).
+Backward keeps those 4-bit codes of a product's input (`jetfire.nn.int4`), and INT8 ones of what
+norms, GELU and attention read (`jetfire.nn.attention`). What becomes codes for a gradient is
+rounded stochastically, each time with a key of its own, so that it stays right in the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import attention
 from jetfire.nn.block import GPT2StreamBlock
-from jetfire.nn.flow import Stream, checked_stream
+from jetfire.nn.flow import Stream, checked_stream, side_by_side
 from jetfire.nn.int4 import (
     KEYS,
     Int4Kept,
@@ -50,11 +50,11 @@ from jetfire.ops import (
 )
 
 Tensor = torch.Tensor
-# Keys that a function draws beside its product's: of the codes of a gradient, and of what a norm or
-# GELU makes of it; or of a mask, and of the codes of the gradient that it is laid on.
-_OWN = 2
-# Those of a block, in the order of its forward.
-_KEYS = (_OWN, KEYS, attention.KEYS, KEYS, _OWN, _OWN, KEYS, _OWN, KEYS, _OWN)
+# Keys of a block, in the order of its forward. Beside its products' own the first half draws those
+# of attention's gradients, of the norm's output's as codes, and of what the norm makes of it; the
+# second those of GELU's output's, of what GELU makes of it, and the norm's two. An add draws those
+# of a mask, and of the codes of the gradient that it is laid on.
+_KEYS = (3, KEYS, attention.KEYS, KEYS, 2, 4, KEYS, KEYS, 2)
 
 
 class _Flow(NamedTuple):
@@ -71,90 +71,129 @@ class _Flow(NamedTuple):
     dropout: float
 
 
-def _normed(
-    s: Quantized, norm: Sequence[Tensor], mean: Tensor | None, rstd: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a LayerNorm's output, bf16, and the statistics of its rows.
+class _Norm(NamedTuple):
+    """A LayerNorm and what it reads, in the order in which autograd is given it.
 
-    Args:
-        norm: its weight and bias.
-        mean, rstd: the statistics where they are known.
+    Attributes:
+        q, scale: codes of the stream.
+        mean, rstd: the statistics of its rows where they are known.
     """
-    h, mean, rstd = int8_layernorm(s, *norm, mean=mean, rstd=rstd, eps=eps)
-    return int8_dequantize(h), mean, rstd
+
+    q: Tensor
+    scale: Tensor
+    mean: Tensor | None
+    rstd: Tensor | None
+    weight: Tensor
+    bias: Tensor
+
+    def normed(self, flow: _Flow) -> tuple[Quantized, _Norm]:
+        """Return the output, and the same with statistics."""
+        s, parameters = Quantized(self.q, self.scale, block=flow.side), (self.weight, self.bias)
+        more: dict[str, Any] = {"mean": self.mean, "rstd": self.rstd, "eps": flow.eps}
+        h, mean, rstd = int8_layernorm(s, *parameters, **more)
+        return h, self._replace(mean=mean, rstd=rstd)
+
+    def backward(
+        self, dh: Tensor, dx: Tensor, flow: _Flow, seeds: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the stream's gradient through the norm and past it, and those of its fields.
+
+        Args:
+            dh: of its output, bf16; dx: of the stream past it.
+            seeds: two keys.
+        """
+        assert self.mean is not None
+        assert self.rstd is not None
+        s = Quantized(self.q, self.scale, block=flow.side)
+        dh_codes = quantised_gradient(dh, flow.side, seeds[0:1], "q")
+        rows = self.weight, self.mean, self.rstd
+        dx, _, dweight, dbias = int8_layernorm_add_backward(
+            s, dh_codes, *rows, dx.contiguous(), seed=seeds[1:2]
+        )
+        return dx, *[None] * 4, dweight, dbias
 
 
-def _activated(f: Quantized) -> Tensor:
-    """Return GELU of FC1's output, bf16."""
-    return int8_dequantize(int8_gelu(f))
+_NORM, _PRODUCT, _KEPT = (len(kind._fields) for kind in (_Norm, Int4Product, Int4Kept))
 
 
-class _NormedProduct(torch.autograd.Function):
-    """LayerNorm → product. The stream passes through, so that backward adds to it in one pass."""
+class _Enter(torch.autograd.Function):
+    """LayerNorm → query, key and value, each a matrix of tokens × width.
+
+    The stream passes through, so that backward adds to it in one pass.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        flow: _Flow,
-        seeds: Tensor | None,
-        x: Tensor,
-        q: Tensor,
-        scale: Tensor,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        *by: Any,
-    ) -> tuple[Tensor, Tensor]:
-        product, s = Int4Product(*by), Quantized(q, scale, block=flow.side)
-        h, mean, rstd = _normed(s, (weight, bias), mean, rstd, flow.eps)
+        ctx: Any, flow: _Flow, seeds: Tensor | None, x: Tensor, *given: Any
+    ) -> tuple[Tensor, ...]:
+        product = Int4Product(*given[_NORM:])
+        h, norm = _Norm(*given[:_NORM]).normed(flow)
         y, kept = multiply(h, product)
         if kept is not None:
-            ctx.save_for_backward(seeds, q, scale, mean, rstd, weight, *kept)
+            ctx.save_for_backward(seeds, *norm, *kept)
         ctx.flow, ctx.setting = flow, product.setting
+        return x.view_as(x), *y.chunk(3, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dx, *parts), flow = grads, ctx.flow
+        seeds, *saved = ctx.saved_tensors
+        norm, kept = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM:])
+        dy = side_by_side(parts, flow.side, seeds[0:1])
+        wants = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
+        dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants)
+        assert dh is not None
+        return None, None, *norm.backward(dh, dx, flow, seeds[1:3]), *of_product
+
+
+class _Mlp(torch.autograd.Function):
+    """LayerNorm → FC1 → GELU → FC2. The stream passes through, as in `_Enter`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flow: _Flow, seeds: Tensor | None, x: Tensor, *given: Any
+    ) -> tuple[Tensor, Tensor]:
+        product1 = Int4Product(*given[_NORM:-_PRODUCT])
+        product2 = Int4Product(*given[-_PRODUCT:])
+        h, norm = _Norm(*given[:_NORM]).normed(flow)
+        f, kept1 = _first(h, product1, flow)
+        del h
+        y, kept2 = multiply(int8_gelu(f), product2)
+        if kept1 is not None and kept2 is not None:
+            ctx.save_for_backward(seeds, f.q, f.scale, *norm, *kept1, *kept2)
+        ctx.flow, ctx.settings = flow, (product1.setting, product2.setting)
         return x.view_as(x), y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dy = grads
-        seeds, q, scale, mean, rstd, weight, *kept = ctx.saved_tensors
-        dh, *of_product = _product_backward(ctx, dy, kept, seeds[0:1])
-        s = Quantized(q, scale, block=ctx.flow.side)
-        dx, _, dweight, dbias = int8_layernorm_add_backward(
-            s, dh, weight, mean, rstd, dx.contiguous(), seed=seeds[1:2]
+        (dx, dy), flow = grads, ctx.flow
+        seeds, q, scale, *saved = ctx.saved_tensors
+        norm = _Norm(*saved[:_NORM])
+        kept1, kept2 = Int4Kept(*saved[_NORM:-_KEPT]), Int4Kept(*saved[-_KEPT:])
+        wants1 = Int4Product(*ctx.needs_input_grad[-2 * _PRODUCT : -_PRODUCT])
+        wants2 = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
+        setting1, setting2 = ctx.settings
+        du, *of_second = multiply_backward(dy, kept2, setting2, True, wants2)
+        assert du is not None
+        f, g = (
+            Quantized(q, scale, block=flow.side),
+            quantised_gradient(du, flow.side, seeds[0:1], "q"),
         )
-        return *[None] * 2, dx, *[None] * 4, dweight, dbias, *of_product
+        del du
+        df = int8_gelu_backward(f, g, layout="both", inplace=True, seed=seeds[1:2])
+        del g
+        dh, *of_first = multiply_backward(df, kept1, setting1, True, wants1)
+        assert dh is not None
+        del df
+        return None, None, *norm.backward(dh, dx, flow, seeds[2:4]), *of_first, *of_second
 
 
-class _ActivatedProduct(torch.autograd.Function):
-    """GELU of codes → product. The codes' gradient is that of what was quantised."""
-
-    @staticmethod
-    def forward(ctx: Any, flow: _Flow, seeds: Tensor | None, f: Tensor, *by: Any) -> Tensor:
-        product, codes = Int4Product(*by), int8_quantize(f, block=flow.side)
-        y, kept = multiply(_activated(codes), product)
-        if kept is not None:
-            ctx.save_for_backward(seeds, codes.q, codes.scale, *kept)
-        ctx.flow, ctx.setting = flow, product.setting
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        seeds, q, scale, *kept = ctx.saved_tensors
-        du, *of_product = _product_backward(ctx, grads[0], kept, seeds[0:1])
-        f = Quantized(q, scale, block=ctx.flow.side)
-        df = int8_dequantize(int8_gelu_backward(f, du, seed=seeds[1:2]))
-        return *[None] * 2, df, *of_product
-
-
-def _product_backward(ctx: Any, dy: Tensor, kept: Sequence[Tensor], seed: Tensor) -> Any:
-    """Return the codes of the gradient of a product's input, and those of the product's fields."""
-    wants = Int4Product(*ctx.needs_input_grad[-len(Int4Product._fields) :])
-    dx, *others = multiply_backward(dy, Int4Kept(*kept), ctx.setting, True, wants)
-    assert dx is not None
-    return quantised_gradient(dx, ctx.flow.side, seed, "q"), *others
+def _first(h: Quantized, product: Int4Product, flow: _Flow) -> tuple[Quantized, Int4Kept | None]:
+    """Return the codes of FC1's output, and what its backward keeps."""
+    f, kept = multiply(h, product)
+    return int8_quantize(f, block=flow.side), kept
 
 
 class _Added(torch.autograd.Function):
@@ -190,18 +229,23 @@ class _Added(torch.autograd.Function):
 
 # torch.compile traces the operators that these call and not their Python.
 @torch.compiler.allow_in_graph
-def _normed_product(*args: Any) -> Any:
-    return _NormedProduct.apply(*args)
+def _enter(*args: Any) -> Any:
+    return _Enter.apply(*args)
 
 
 @torch.compiler.allow_in_graph
-def _activated_product(*args: Any) -> Any:
-    return _ActivatedProduct.apply(*args)
+def _mlp(*args: Any) -> Any:
+    return _Mlp.apply(*args)
 
 
 @torch.compiler.allow_in_graph
 def _added(*args: Any) -> Any:
     return _Added.apply(*args)
+
+
+def _norm_of(stream: Stream, norm: nn.LayerNorm) -> _Norm:
+    q, scale = stream.codes.tensors
+    return _Norm(q, scale, stream.mean, stream.rstd, norm.weight, norm.bias)
 
 
 class Int4Block(GPT2StreamBlock):
@@ -247,36 +291,41 @@ class Int4Block(GPT2StreamBlock):
         seeds = keys_for_backward(sum(_KEYS), stream.x.device, self.training)
         keys = iter([None] * len(_KEYS) if seeds is None else seeds.split(_KEYS))
 
-        def normed(stream: Stream, norm: nn.LayerNorm, layer: Int4Linear) -> Any:
-            """Return the stream, which passes through, and the product of its norm."""
-            _, s, mean, rstd, _ = stream
-            own, both = next(keys), (norm.weight, norm.bias)
-            first = partial(_normed, s, both, mean, rstd, flow.eps)
-            by = layer.product(lambda: first()[0].detach(), sample, next(keys))
-            return _normed_product(flow, own, stream.x, *s[:2], mean, rstd, *both, *by)
-
         def added(x: Tensor, y: Tensor) -> Stream:
             x, *codes, mean, rstd = _added(flow, next(keys), x, y)
             return Stream(x, Quantized.of(codes, "q", self.flow), mean, rstd)
 
-        x, qkv = normed(stream, self.norm1, self.qkv)
+        own, norm = next(keys), _norm_of(stream, self.norm1)
+        by = self.qkv.product(lambda: int8_dequantize(norm.normed(flow)[0]), sample, next(keys))
+        x, *parts = _enter(flow, own, stream.x, *norm, *by)
 
         def attend(*parts: Tensor) -> Tensor:
             return self.attended(parts, batch, flow.dropout)
 
         own = next(keys)
         kept = attend if own is None else attention.keeps_codes(attend, self.flow, own)
-        attended = kept(*qkv.split(self.width, dim=1)).reshape(x.shape)
-        del qkv  # of which attention may keep codes
+        attended = kept(*parts).reshape(x.shape)
+        del parts  # of which attention may keep codes
         by = self.projection.product(attended.detach, sample, next(keys))
         stream = added(x, multiplied(attended, by))
         del attended
-        x, f = normed(stream, self.norm2, self.expand)
-        own = next(keys)
-        by = self.contract.product(
-            lambda: _activated(int8_quantize(f.detach(), block=self.flow)), sample, next(keys)
-        )
-        return added(x, _activated_product(flow, own, f, *by))
+        x, y = self._mlp(stream, flow, sample, keys)
+        return added(x, y)
+
+    def _mlp(self, stream: Stream, flow: _Flow, sample: Tensor | None, keys: Iterator[Any]) -> Any:
+        """Return the stream, which passes through, and what the MLP adds to it."""
+        own, norm = next(keys), _norm_of(stream, self.norm2)
+
+        def normed() -> Quantized:
+            return norm.normed(flow)[0]
+
+        first = self.expand.product(lambda: int8_dequantize(normed()), sample, next(keys))
+
+        def activated() -> Tensor:
+            return int8_dequantize(int8_gelu(_first(normed(), first, flow)[0]))
+
+        second = self.contract.product(activated, sample, next(keys))
+        return _mlp(flow, own, stream.x, *norm, *first, *second)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, flow={self.flow}"

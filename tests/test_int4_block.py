@@ -27,6 +27,7 @@ from jetfire.nn import (
     Int4Linear,
     Stream,
     attention,
+    flow,
     int4,
     int4_block,
     is_int4_state,
@@ -121,25 +122,31 @@ class ExactBlock:
         names = [name for name, _ in block.named_parameters()]
         self.own = dict(zip(names, self.leaves[1:], strict=True))
         stream, codes = self.leaves[0], int8_quantize(x.detach(), block=32)
-        qkv = self.product("qkv", self.normed("norm1", stream, codes)).split(WIDTH, 1)
+        qkv = self.product("qkv", *self.normed("norm1", stream, codes)).split(WIDTH, 1)
         attended = passed(attention_of(qkv), attention_of([t.bfloat16() for t in qkv]))
-        stream, *codes = self.added(stream, self.product("projection", attended))
-        f = self.product("expand", self.normed("norm2", stream, *codes))
+        y = self.product("projection", attended, attended.detach().bfloat16())
+        stream, *codes = self.added(stream, y)
+        f = self.product("expand", *self.normed("norm2", stream, *codes))
         codes = int8_quantize(f.detach().bfloat16(), block=32)
-        f = passed(f, int8_dequantize(codes, out="fp32"))
-        u = passed(F.gelu(f, approximate="tanh"), int8_dequantize(int8_gelu(codes)))
-        self.y, *_ = self.added(stream, self.product("contract", u))
+        f, u = passed(f, int8_dequantize(codes, out="fp32")), int8_gelu(codes)
+        exact = F.gelu(f, approximate="tanh")
+        y = self.product("contract", passed(exact, int8_dequantize(u, out="fp32")), u)
+        self.y, *_ = self.added(stream, y)
 
     def normed(self, name, x, codes, mean=None, rstd=None):
         norm = getattr(self.block, name)
         x = passed(x, int8_dequantize(codes, out="fp32"))
         weight, bias = self.own[f"{name}.weight"], self.own[f"{name}.bias"]
         h, *_ = int8_layernorm(codes, norm.weight, norm.bias, mean=mean, rstd=rstd)
-        return passed(F.layer_norm(x, (WIDTH,), weight, bias), int8_dequantize(h))
+        exact = F.layer_norm(x, (WIDTH,), weight, bias)
+        return passed(exact, int8_dequantize(h, out="fp32")), h
 
-    def product(self, name, x):
+    def product(self, name, x, given):
+        """The product of x, which kernels are given as floats or codes."""
         layer = getattr(self.block, name)
-        value = layer(x.detach().bfloat16())
+        value, _ = int4.multiply(given, layer.product(None, None, None))
+        if layer.group > 32 and name != "projection":  # then codes are made floats
+            x = passed(x, int8_dequantize(given))
         h = torch.block_diag(*[hadamard.matrix(layer.group)] * (x.shape[1] // layer.group))
         first_x, first_w, _ = layer.calibration.double()
         x = Exact.quantised(x @ h, self.own[f"{name}.step_x"] * first_x)
@@ -162,10 +169,15 @@ class ExactBlock:
         return found
 
 
-@pytest.mark.parametrize(("gradient", "draws"), [("split", 100), ("sampled", 200)])
-def test_gradients_are_unbiased(gradient, draws):
-    """Within 4 standard errors, elements and whole tensors, and what BF16 rounds."""
-    block = block_of(Int4(32, gradient))
+@pytest.mark.parametrize(
+    ("group", "gradient", "draws"), [(32, "split", 100), (64, "split", 100), (32, "sampled", 200)]
+)
+def test_gradients_are_unbiased(group, gradient, draws):
+    """Within 4 standard errors, elements and whole tensors, and what BF16 rounds.
+
+    A group of 64 does not lie within the codes' blocks.
+    """
+    block = block_of(Int4(group, gradient))
     x, dy = stream_of()
     run(block, x, dy)
     exact = ExactBlock(block, x)
@@ -222,21 +234,22 @@ def test_what_is_rounded_has_a_key_of_its_own(device, monkeypatch):
 
         return call
 
-    for module in (int4_block, int4, products, attention):
+    for module in (int4_block, int4, flow, products, attention):
         for name in [name for name in vars(module) if name.startswith(("int4_", "int8_"))]:
             monkeypatch.setattr(module, name, recorded(getattr(module, name)))
     run(block_of(device=device), *stream_of(device))
-    # Of each product its gradient's parts, two draws of rows; of three what it becomes as codes,
-    # and what a norm or GELU makes of that; and four of attention.
-    assert len(seeds) == 4 * 3 + 3 * 2 + 4
+    # Of each product its gradient's parts and two draws of rows; of three what that of its input
+    # becomes as codes, and what a norm or GELU makes of those; of attention what it keeps, and its
+    # gradients.
+    assert len(seeds) == 4 * 3 + 3 * 2 + 4 + 1
     assert len(set(seeds)) == len(seeds)
 
 
 def test_dropped_numbers_have_no_gradient(device):
-    flow = int4_block._Flow(32, 1e-5, 0.25)
+    setting = int4_block._Flow(32, 1e-5, 0.25)
     x, y = torch.rand(2, 96, WIDTH, device=device).add(1).bfloat16().requires_grad_().unbind()
     dy = torch.ones_like(x)
-    total, *_ = int4_block._added(flow, products.draw(2, x.device), x, y)
+    total, *_ = int4_block._added(setting, products.draw(2, x.device), x, y)
     of_x, of_y = torch.autograd.grad(total, (x, y), dy)
     dropped = total == x
     assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.02)

@@ -41,7 +41,7 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
         sides = code_bytes(recipe.block), code_bytes(recipe.flow)
         block = _int8_block(s, *sides, kept_bytes(recipe))
     elif recipe.int4 is not None:
-        wide, alone = 2, 36
+        wide, alone = 2, 24
         codes = remade = 2.0 * weights  # a byte each, both ways
         block = _int4_block(s, code_bytes(recipe.flow), recipe.int4)
     else:
@@ -120,17 +120,22 @@ def _int4_block(s: _Sizes, flow: float, how: Int4) -> Part:
     # is 4 x; squares of rows.
     kept = ((3 + 1 + 1 + 1 + 4) * flow + 7 * code) * s.x + 4 * s.rows + 16 * s.tokens
     after_mlp, after_attention = 5 * flow + 6 * code, 9 * flow + 6 * code
-    after_gelu, dy = (4 * flow + 4 * code) * s.x, 2 * s.masked
+    dy = 2 + 2 * s.masked  # that of the stream, and its own where something was dropped
     moments = (
-        Moment(0, (2 + dy + g + 8 * for_x + 8) * s.x, 0),  # dx, dy's codes, du twice
-        Moment(0, (2 + dy + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
-        Moment(0, (2 + dy + g + 8) * s.x + 16 * s.w, 16 * s.w),
-        Moment(0, (2 + dy + 2 * 4 * flow + 8) * s.x, 16 * s.w),  # codes of du and df, df
-        Moment(after_gelu, (2 + 8 + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
-        Moment(after_gelu, (2 + 8 + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
+        Moment(0, (dy + g + 8 * for_x + 8) * s.x, 0),  # codes of dy, du twice
+        Moment(0, (dy + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
+        Moment(0, (dy + g + 8) * s.x + 16 * s.w, 16 * s.w),
+        # df and its transpose, and codes of it in 4 bits
+        Moment(0, (dy + 8 * flow + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
+        Moment(0, (dy + 8 * flow + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
         Moment(after_mlp * s.x, (2 + 2 + 8) * s.x + s.attention, 36 * s.w),  # dx, do, q k v o
-        Moment(after_attention * s.x, (2 + 6 + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w, 36 * s.w),
-        Moment(after_attention * s.x, (2 + 6 + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
+        # dx, dq dk dv and codes of them both ways
+        Moment(
+            after_attention * s.x,
+            (2 + 6 + 6 * flow + 3 * g + 2 + 4 * for_w) * s.x + 12 * s.w,
+            36 * s.w,
+        ),
+        Moment(after_attention * s.x, (2 + 6 + 6 * flow + 3 * g + 2) * s.x + 12 * s.w, 48 * s.w),
     )
-    # f, u and its codes, y, x before and after attention; and the embeddings in FP32.
-    return Part("block", kept, moments, (8 + 8 + 4 + 2 + 2 + 2 + 4) * s.x, 16 * s.w)
+    # u and its codes, y, x before and after attention; and the embeddings in FP32.
+    return Part("block", kept, moments, (4 + 4 + 2 + 2 + 2 + 4) * s.x, 16 * s.w)
