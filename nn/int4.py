@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -47,7 +47,7 @@ from jetfire.ops import (
     int8_column_sum,
     int8_dequantize,
 )
-from jetfire.ops.hadamard_quantize import Group
+from jetfire.ops.hadamard_quantize import Codes, Group
 from jetfire.ops.int4_gemm import MOST_K, int4_gemm
 from jetfire.ops.sample_rows import Keep, Parts, SampledRows, capacity
 from jetfire.reference.hadamard import initial_step, search_group, transform
@@ -142,18 +142,33 @@ def multiply(x: Tensor | Quantized, by: Int4Product) -> tuple[Tensor, Int4Kept |
     Args:
         x: floats, of which y has the dtype; or codes, then y is bf16.
     """
-    layout: Literal["wide", "both"] = "wide" if by.sample is None else "both"
-    codes = _quantised(x, by.step_x, by.setting.group, layout)
+    codes = _quantised(x, by, "wide" if by.sample is None else "both")
+    y = _times_weight(codes, by, _float_of(x))
+    return y, None if by.sample is None else _kept_of(x, codes, by)
+
+
+def multiply_alone(x: Tensor | Quantized, by: Int4Product) -> Tensor:
+    """Return x·Wᵀ + b. What its backward reads, `keep` makes of the same input."""
+    return _times_weight(_quantised(x, by, "wide"), by, _float_of(x))
+
+
+def keep(x: Tensor | Quantized, by: Int4Product) -> Int4Kept:
+    """Return what a product's backward reads."""
+    return _kept_of(x, _quantised(x, by, "packed"), by)
+
+
+def _times_weight(codes: Quantized4, by: Int4Product, out: FloatName) -> Tensor:
     wide_bias = None if by.bias is None else by.bias.float()
-    w = Quantized4(None, by.q, by.scale)
-    y = int4_gemm(codes, w, bias=wide_bias, out=_float_of(x))
-    if by.sample is None:
-        return y, None
+    return int4_gemm(codes, Quantized4(None, by.q, by.scale), bias=wide_bias, out=out)
+
+
+def _kept_of(x: Tensor | Quantized, codes: Quantized4, by: Int4Product) -> Int4Kept:
+    assert by.sample is not None
     assert by.seeds is not None
     assert codes.packed is not None
     assert codes.squares is not None
     of_x = codes.packed, codes.scale, codes.squares, _rows_of(x, by.sample)
-    return y, Int4Kept(*of_x, by.weight, by.bias, by.sample, by.seeds, by.qt, by.scale)
+    return Int4Kept(*of_x, by.weight, by.bias, by.sample, by.seeds, by.qt, by.scale)
 
 
 def _float_of(x: Tensor | Quantized) -> FloatName:
@@ -161,15 +176,14 @@ def _float_of(x: Tensor | Quantized) -> FloatName:
     return "bf16" if isinstance(x, Quantized) else FLOATS[x.dtype]
 
 
-def _quantised(
-    x: Tensor | Quantized, step: Tensor, group: Group, layout: Literal["wide", "both"]
-) -> Quantized4:
+def _quantised(x: Tensor | Quantized, by: Int4Product, layout: Codes) -> Quantized4:
     """Return the 4-bit codes of a product's input; of codes, where a group lies in their blocks."""
+    more: dict[str, Any] = {"group": by.setting.group, "layout": layout}
     if isinstance(x, Quantized):
-        if group <= x.block:
-            return int4_quantize_codes(x, step, group=group, layout=layout)
+        if by.setting.group <= x.block:
+            return int4_quantize_codes(x, by.step_x, **more)
         x = int8_dequantize(x)
-    return int4_quantize(x, step, group=group, layout=layout)
+    return int4_quantize(x, by.step_x, **more)
 
 
 def _rows_of(x: Tensor | Quantized, sample: Tensor) -> Tensor:
@@ -387,13 +401,7 @@ class _Int4Layer(nn.Module):
         """The input's and the weight's, fp32, one element each; None before the first batch."""
         if self._group is None:
             return None
-        step_x, step_w = self._scaled(self.calibration)
-        return step_x.detach(), step_w.detach()
-
-    def _scaled(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Return steps that are never 0 or below; where a factor is, autograd minds its sign."""
-        factors = torch.cat([self.step_x, self.step_w]).float().abs() + _FLOOR
-        step_x, step_w = (factors * first[:2].float()).split(1)
+        step_x, step_w = (factors_of([self])[0] * self.calibration[:2].float()).detach().split(1)
         return step_x, step_w
 
     def forward(self, input: Tensor) -> Tensor:
@@ -406,20 +414,27 @@ class _Int4Layer(nn.Module):
         return y.reshape(*input.shape[:-1], outputs)
 
     def product(
-        self, x: Callable[[], Tensor], sample: Tensor | None, seeds: Tensor | None
+        self,
+        x: Callable[[], Tensor],
+        sample: Tensor | None,
+        seeds: Tensor | None,
+        factors: Tensor | None = None,
     ) -> Int4Product:
         """Return the product with the weight as it is now.
 
         Args:
             x: gives the input, which the first batch is asked for.
             sample: as `sampled` has it; seeds: `KEYS` keys, where a backward may follow.
+            factors: as `factors_of` has them, or made here.
         """
         checked_weight(self.weight)
         with torch.autocast(self.weight.device.type, enabled=False):
             group, first = self._group, self.calibration.clone()  # DDP writes to buffers
             if group is None:
                 group, first = self._first_batch(x())
-            step_x, step_w = self._scaled(first)
+            if factors is None:
+                (factors,) = factors_of([self])
+            step_x, step_w = (factors * first[:2].float()).split(1)
             w, wt = self._codes_of(step_w, group)
         assert w.wide is not None
         assert wt.wide is not None
@@ -491,6 +506,15 @@ class _Int4Layer(nn.Module):
             f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, "
             f"group={self.int4.group}, gradient={self.int4.gradient}"
         )
+
+
+def factors_of(layers: Sequence[_Int4Layer]) -> tuple[Tensor, ...]:
+    """Return each layer's two factors, never 0 or below; where one is, autograd minds its sign.
+
+    Of all layers in as many launches as of one.
+    """
+    factors = torch.cat([factor for layer in layers for factor in (layer.step_x, layer.step_w)])
+    return (factors.float().abs() + _FLOOR).split(2)
 
 
 def _capturing(tensor: Tensor) -> bool:

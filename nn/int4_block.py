@@ -5,19 +5,21 @@ INT8 codes in blocks of one side, `flow`; a product reads them, and makes its ow
 them. Backward, what attention and GELU give their products are codes too.
 
 Backward keeps those 4-bit codes of a product's input (`jetfire.nn.int4`), and INT8 ones of what
-norms, GELU and attention read (`jetfire.nn.attention`). What becomes codes for a gradient is
-rounded stochastically, each time with a key of its own, so that it stays right in the mean.
+norms, GELU and attention read (`jetfire.nn.attention`); but GELU's output, the widest input, is
+made again. What becomes codes for a gradient is rounded stochastically, each time with a key of its
+own, so that it stays right in the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from jetfire.core.arguments import checked
 from jetfire.core.problem import Block
@@ -30,8 +32,11 @@ from jetfire.nn.int4 import (
     Int4Kept,
     Int4Linear,
     Int4Product,
+    factors_of,
+    keep,
     multiplied,
     multiply,
+    multiply_alone,
     multiply_backward,
     sampled,
 )
@@ -157,43 +162,38 @@ class _Mlp(torch.autograd.Function):
         product1 = Int4Product(*given[_NORM:-_PRODUCT])
         product2 = Int4Product(*given[-_PRODUCT:])
         h, norm = _Norm(*given[:_NORM]).normed(flow)
-        f, kept1 = _first(h, product1, flow)
-        del h
-        y, kept2 = multiply(int8_gelu(f), product2)
-        if kept1 is not None and kept2 is not None:
-            ctx.save_for_backward(seeds, f.q, f.scale, *norm, *kept1, *kept2)
+        y, kept1 = multiply(h, product1)
+        f = int8_quantize(y, block=flow.side)
+        del h, y  # the widest of a block
+        y = multiply_alone(int8_gelu(f), product2)
+        if kept1 is not None:
+            ctx.save_for_backward(seeds, f.q, f.scale, *norm, *kept1, *product2[:-1])
         ctx.flow, ctx.settings = flow, (product1.setting, product2.setting)
         return x.view_as(x), y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Make GELU's output again, to the same bits, as it is rounded to nearest."""
         (dx, dy), flow = grads, ctx.flow
         seeds, q, scale, *saved = ctx.saved_tensors
-        norm = _Norm(*saved[:_NORM])
-        kept1, kept2 = Int4Kept(*saved[_NORM:-_KEPT]), Int4Kept(*saved[-_KEPT:])
+        norm, kept1 = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM : _NORM + _KEPT])
+        product2 = Int4Product._make([*saved[_NORM + _KEPT :], ctx.settings[1]])
         wants1 = Int4Product(*ctx.needs_input_grad[-2 * _PRODUCT : -_PRODUCT])
         wants2 = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
-        setting1, setting2 = ctx.settings
-        du, *of_second = multiply_backward(dy, kept2, setting2, True, wants2)
+        f = Quantized(q, scale, block=flow.side)
+        kept2 = keep(int8_gelu(f), product2)
+        du, *of_second = multiply_backward(dy, kept2, product2.setting, True, wants2)
+        del kept2
         assert du is not None
-        f, g = (
-            Quantized(q, scale, block=flow.side),
-            quantised_gradient(du, flow.side, seeds[0:1], "q"),
-        )
+        g = quantised_gradient(du, flow.side, seeds[0:1], "q")
         del du
         df = int8_gelu_backward(f, g, layout="both", inplace=True, seed=seeds[1:2])
         del g
-        dh, *of_first = multiply_backward(df, kept1, setting1, True, wants1)
+        dh, *of_first = multiply_backward(df, kept1, ctx.settings[0], True, wants1)
         assert dh is not None
         del df
         return None, None, *norm.backward(dh, dx, flow, seeds[2:4]), *of_first, *of_second
-
-
-def _first(h: Quantized, product: Int4Product, flow: _Flow) -> tuple[Quantized, Int4Kept | None]:
-    """Return the codes of FC1's output, and what its backward keeps."""
-    f, kept = multiply(h, product)
-    return int8_quantize(f, block=flow.side), kept
 
 
 class _Added(torch.autograd.Function):
@@ -286,6 +286,7 @@ class Int4Block(GPT2StreamBlock):
         """Return the stream of batch·length tokens × width after this block."""
         checked_stream(stream, self.flow, batch)
         flow = _Flow(self.flow, self.norm1.eps, self.dropout if self.training else 0.0)
+        factors = factors_of([self.qkv, self.projection, self.expand, self.contract])
         # The steps of all four products see the same rows.
         sample = sampled(stream.x.detach(), self.int4.gradient, self.training)
         seeds = keys_for_backward(sum(_KEYS), stream.x.device, self.training)
@@ -296,7 +297,9 @@ class Int4Block(GPT2StreamBlock):
             return Stream(x, Quantized.of(codes, "q", self.flow), mean, rstd)
 
         own, norm = next(keys), _norm_of(stream, self.norm1)
-        by = self.qkv.product(lambda: int8_dequantize(norm.normed(flow)[0]), sample, next(keys))
+        by = self.qkv.product(
+            lambda: int8_dequantize(norm.normed(flow)[0]), sample, next(keys), factors[0]
+        )
         x, *parts = _enter(flow, own, stream.x, *norm, *by)
 
         def attend(*parts: Tensor) -> Tensor:
@@ -306,25 +309,41 @@ class Int4Block(GPT2StreamBlock):
         kept = attend if own is None else attention.keeps_codes(attend, self.flow, own)
         attended = kept(*parts).reshape(x.shape)
         del parts  # of which attention may keep codes
-        by = self.projection.product(attended.detach, sample, next(keys))
+        by = self.projection.product(attended.detach, sample, next(keys), factors[1])
         stream = added(x, multiplied(attended, by))
         del attended
-        x, y = self._mlp(stream, flow, sample, keys)
+        x, y = self._mlp(stream, flow, sample, keys, factors[2:])
         return added(x, y)
 
-    def _mlp(self, stream: Stream, flow: _Flow, sample: Tensor | None, keys: Iterator[Any]) -> Any:
+    def _mlp(
+        self,
+        stream: Stream,
+        flow: _Flow,
+        sample: Tensor | None,
+        keys: Iterator[Any],
+        factors: Sequence[Tensor],
+    ) -> Any:
         """Return the stream, which passes through, and what the MLP adds to it."""
         own, norm = next(keys), _norm_of(stream, self.norm2)
 
         def normed() -> Quantized:
             return norm.normed(flow)[0]
 
-        first = self.expand.product(lambda: int8_dequantize(normed()), sample, next(keys))
+        first = self.expand.product(
+            lambda: int8_dequantize(normed()), sample, next(keys), factors[0]
+        )
 
         def activated() -> Tensor:
-            return int8_dequantize(int8_gelu(_first(normed(), first, flow)[0]))
+            """Return GELU's output, in BF16 throughout.
 
-        second = self.contract.product(activated, sample, next(keys))
+            Selective checkpointing counts products: a first batch may have no more of them in 4
+            bits than it has when it runs again.
+            """
+            weight, bias = (p.detach().bfloat16() for p in (self.expand.weight, self.expand.bias))
+            f = F.linear(int8_dequantize(normed()), weight, bias)
+            return F.gelu(f, approximate="tanh")
+
+        second = self.contract.product(activated, sample, next(keys), factors[1])
         return _mlp(flow, own, stream.x, *norm, *first, *second)
 
     def extra_repr(self) -> str:

@@ -90,9 +90,9 @@ class Recipe:
 
     Attributes:
         block: side of the blocks whose codes are multiplied.
-        flow: side of the blocks of what flows between products in a fused block (`Int8Block`,
-            `Int4Block`); None is `block`, or with fallback none. Without either nothing flows in
-            INT8, nor does it in INT4 recipes but in GPT-2's blocks of `jetfire train`.
+        flow: side of the blocks of what flows between products in a fused block (`Int8Block`; in 4
+            bits `Int4Block`, of GPT-2 in `jetfire train` alone); None is `block`, or with fallback
+            none.
         head: as `block`, of the output head's products in `jetfire train`, and in `convert` with
             fused blocks; None multiplies it in BF16.
         int4: how the products are made in 4 bits.

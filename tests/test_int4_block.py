@@ -216,10 +216,10 @@ def test_as_accurate_as_operation_by_operation(device, name):
     errors = {}
     for which in (block, plain):
         outcome(which, x, dy)  # the first batch
-        draws = [outcome(which, x, dy) for _ in range(4)]
-        errors[which] = {n: sum(error_of(d[n], right[n]) for d in draws) / 4 for n in right}
+        draws = [outcome(which, x, dy) for _ in range(16)]
+        errors[which] = {n: sum(error_of(d[n], right[n]) for d in draws) / 16 for n in right}
     for what, error in errors[block].items():
-        assert error < 1.15 * errors[plain][what] + 0.02, what
+        assert error < 1.2 * errors[plain][what] + 0.02, what
 
 
 def test_what_is_rounded_has_a_key_of_its_own(device, monkeypatch):
@@ -265,7 +265,7 @@ def test_dropped_numbers_have_no_gradient(device):
 def test_what_a_block_keeps(device, name):
     """Codes of INT8 of the stream, twice, and of FC1's output; of 4 bits of what is multiplied.
 
-    A hook has attention keep floats.
+    But of GELU's output nothing. A hook has attention keep floats.
     """
     block = Int4Block(256, 4, int4=INT4[name], device=device)
     x = torch.randn(1024, 256, device=device).bfloat16().requires_grad_()
@@ -277,7 +277,7 @@ def test_what_a_block_keeps(device, name):
         lambda: block(stream, 2)
     )
     # Attention's numbers, codes, one row in 64 in BF16; per row statistics, squares and exponents.
-    expected = 8 + 6 + 7 * (1 / 2 + 2 / 64) + 4 * (4 + 4 + 4) / 256
+    expected = 8 + 6 + 3 * (1 / 2 + 2 / 64) + 4 * (4 + 3 + 4) / 256
     assert expected <= found / x.numel() <= 1.01 * expected
 
 

@@ -116,15 +116,15 @@ def _int4_block(s: _Sizes, flow: float, how: Int4) -> Part:
         flow: bytes of a code of what flows between products.
     """
     code, g, for_x, for_w = int4_bytes(s.tokens, how)
-    # Codes of q k v and o, of what both norms read and of f; of four products' inputs, of which u
-    # is 4 x; squares of rows.
-    kept = ((3 + 1 + 1 + 1 + 4) * flow + 7 * code) * s.x + 4 * s.rows + 16 * s.tokens
-    after_mlp, after_attention = 5 * flow + 6 * code, 9 * flow + 6 * code
+    # Codes of q k v and o, of what both norms read and of f; of three products' inputs; squares of
+    # rows.
+    kept = ((3 + 1 + 1 + 1 + 4) * flow + 3 * code) * s.x + 4 * s.rows + 12 * s.tokens
+    after_mlp, after_attention = 5 * flow + 2 * code, 9 * flow + 2 * code
     dy = 2 + 2 * s.masked  # that of the stream, and its own where something was dropped
     moments = (
-        Moment(0, (dy + g + 8 * for_x + 8) * s.x, 0),  # codes of dy, du twice
-        Moment(0, (dy + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
-        Moment(0, (dy + g + 8) * s.x + 16 * s.w, 16 * s.w),
+        Moment(0, (dy + 4 * code + g + 8 * for_x + 8) * s.x, 0),  # codes of u and dy, du twice
+        Moment(0, (dy + 4 * code + g + 8 + 5 * for_w) * s.x + 16 * s.w, 0),
+        Moment(0, (dy + 4 * code + g + 8) * s.x + 16 * s.w, 16 * s.w),
         # df and its transpose, and codes of it in 4 bits
         Moment(0, (dy + 8 * flow + 4 * g + 2 + 5 * for_w) * s.x + 16 * s.w, 16 * s.w),
         Moment(0, (dy + 8 * flow + 4 * g + 2) * s.x + 16 * s.w, 32 * s.w),
