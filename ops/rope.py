@@ -75,6 +75,10 @@ class Rope(StandardOp):
 
         return {name: edges.each(rng, (0.0, 1.0, -1.0), inputs[name]) for name in ("cos", "sin")}
 
+    def in_place(self, problem: RopeProblem, inputs: Tensors) -> dict[str, str]:
+        """Return y over x, whose pairs a program reads before it writes them."""
+        return {"y": "x"}
+
     def writes(self, problem: RopeProblem) -> Specs:
         return {"y": Spec(problem.dtype, (problem.m, problem.width))}
 
