@@ -630,6 +630,13 @@ def test_a_cpu_is_spared_what_is_for_a_gpu(words, capsys):
     assert "is for a GPU: expected one, or a smaller case" in capsys.readouterr().err
 
 
+def test_a_cpu_says_which_peers_it_leaves_out(capsys):
+    assert execute("train", [*WORDS, "--recipe", "int8-block32", "--peer", "compile"]) == 0
+    said = capsys.readouterr()
+    assert "compile left out: runs on a GPU only" in said.err
+    assert "eager" in said.out
+
+
 @pytest.mark.parametrize("name", ["block", "wide"])
 def test_heads_must_divide_the_width(name, capsys):
     assert execute("train", ["bench", name, "--set", "width=100"]) == 2

@@ -520,6 +520,9 @@ def run(
                 "train bench tiny runs here"
             )
     command.note_cpu(device)
+    for peer in asked.peers if device.kind == "cpu" else ():
+        if peer != EAGER:
+            terminal.note(f"{peer} left out: runs on a GPU only")
     load = Load(device)
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
