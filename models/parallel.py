@@ -274,7 +274,7 @@ class ShardedBench(ModelBench):
     group: Group = ALONE
     tell: Callable[[_Trouble | None], object] = lambda _: None
     variants: ClassVar[Mapping[str, TorchVariant]] = SPREAD_PEERS
-    leaves_room: ClassVar[bool] = False  # the others would not know
+    lets_go: ClassVar[bool] = False  # the others would not know
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
         return lambda name: partial(ShardedSubject, case, name, self.where, self.seed, self.group)

@@ -457,7 +457,8 @@ def test_the_page_and_the_readme_have_the_study(tmp_path):
     study_record.write(found, file.with_name("study-tiny.json"))
     documents.report(file, readme, False, addition)
     page = file.with_suffix(".md").read_text()
-    assert "## Study of recipes, tiny with outliers ×50, rate " in page
+    rate = f"{found['settings']['rate']:g}"
+    assert f"## Study of recipes, tiny with outliers ×50, rate {rate}\n" in page
     assert "| bf16 | 2 |" in page
     assert "| int8 (NVIDIA A100) | 2 |" in page
     file.with_name("study-tiny.json").write_text("{}")

@@ -145,7 +145,7 @@ class TrainingBench:
 
     Attributes:
         variants: what recipes are measured against, by name.
-        leaves_room: whether variants, once compared, may be let go where not all fit at once.
+        lets_go: whether variants, once compared, may be let go where not all fit at once.
         chosen: those that are wanted beside eager; None for all.
     """
 
@@ -158,7 +158,7 @@ class TrainingBench:
     chosen: Collection[str] | None = None
     debug: bool = False
     variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
-    leaves_room: ClassVar[bool] = True
+    lets_go: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.where = self.device.torch_device
@@ -205,7 +205,7 @@ class TrainingBench:
             try:
                 return self._in_turns(case, subjects, rows)
             except torch.OutOfMemoryError:
-                if not self.leaves_room:
+                if not self.lets_go:
                     raise
             self._let_go(case, subjects)
         return self._one_by_one(case, names, subjects, rows)
@@ -254,7 +254,7 @@ class TrainingBench:
         try:
             return self._probe(make)
         except torch.OutOfMemoryError:
-            if not (self.leaves_room and subjects):
+            if not (self.lets_go and subjects):
                 raise
         self._let_go(case, subjects)  # the frames of the error, which held the variant, are gone
         return self._probe(make)
@@ -300,8 +300,7 @@ class TrainingBench:
             role = "peer" if name in self.variants else "kernel"
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
-                both = self._probed_with_room(case, make(name), subjects)
-                subjects[name], probes[name] = both
+                subjects[name], probes[name] = self._probed_with_room(case, make(name), subjects)
             except Exception as error:
                 if name == EAGER:
                     raise
