@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -300,7 +301,10 @@ ALTS = {
 
 
 def plots(results: Results) -> dict[str, list[Row]]:
-    """Return the rows of each plot: the GEMM's squares, its promotion, all other ops in one."""
+    """Return the rows of each plot: the GEMM's squares, its promotion, all other ops in one.
+
+    Of these a plot has the ops with more than one size: points above each other are no curve.
+    """
     square = [row for row in memory_bound(results) if row.problem["m"] == row.problem["n"]]
     rest = [
         replace(
@@ -312,5 +316,8 @@ def plots(results: Results) -> dict[str, list[Row]]:
         for row in usual(square)
         if row.problem.get("block", 32) == 32
     ]
+    sizes = {(row.kernel, row.problem["m"]) for row in rest}
+    several = {name for name, count in Counter(name for name, _ in sizes).items() if count > 1}
+    rest = [row for row in rest if row.kernel in several]
     found = {"gemm": plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
     return {name: rows for name, rows in found.items() if rows}

@@ -95,7 +95,8 @@ def sample() -> Results:
         rows.append(small_row("compile", "peer", 2000, n))
     rows.append(small_row("triton", "kernel", 2500, 768))
     rows.append(small_row("triton", "kernel", 2000, 768, "bwd"))
-    rows.append(small_row("triton", "kernel", 3000, 2048, m=2048))
+    for size in (2048, 1024):
+        rows.append(small_row("triton", "kernel", 3000, size, m=size))
     return Results(DEVICE, rows)
 
 
@@ -188,6 +189,13 @@ def test_readme_table_names_what_it_is_faster_than():
     table = readme_of(sample())
     assert "| GEMM 8192³, block 128 | 1.72 ms | 640 TFLOP/s | 64% | 0.91× cublas_bf16 |" in table
     assert "gelu" not in table  # the page has the others
+
+
+def test_one_size_is_no_plot():
+    results = sample()
+    assert "memory-bound" in int8.plots(results)
+    results.rows.pop()
+    assert "memory-bound" not in int8.plots(results)
 
 
 def test_wrong_rows_are_named_and_not_shown_as_figures():
