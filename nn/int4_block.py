@@ -12,7 +12,7 @@ own, so that it stays right in the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,13 +32,12 @@ from jetfire.nn.int4 import (
     Int4Kept,
     Int4Linear,
     Int4Product,
-    factors_of,
+    checked_tokens,
     keep,
     multiplied,
     multiply,
     multiply_alone,
     multiply_backward,
-    sampled,
 )
 from jetfire.nn.products import Placed, checked_block, keys_for_backward, quantised_gradient
 from jetfire.nn.recipes import DEFAULT, Int4
@@ -286,9 +285,7 @@ class Int4Block(GPT2StreamBlock):
         """Return the stream of batch·length tokens × width after this block."""
         checked_stream(stream, self.flow, batch)
         flow = _Flow(self.flow, self.norm1.eps, self.dropout if self.training else 0.0)
-        factors = factors_of([self.qkv, self.projection, self.expand, self.contract])
-        # The steps of all four products see the same rows.
-        sample = sampled(stream.x.detach(), self.int4.gradient, self.training)
+        checked_tokens(len(stream.x), self.int4.gradient)
         seeds = keys_for_backward(sum(_KEYS), stream.x.device, self.training)
         keys = iter([None] * len(_KEYS) if seeds is None else seeds.split(_KEYS))
 
@@ -297,9 +294,7 @@ class Int4Block(GPT2StreamBlock):
             return Stream(x, Quantized.of(codes, "q", self.flow), mean, rstd)
 
         own, norm = next(keys), _norm_of(stream, self.norm1)
-        by = self.qkv.product(
-            lambda: int8_dequantize(norm.normed(flow)[0]), sample, next(keys), factors[0]
-        )
+        by = self.qkv.product(lambda: int8_dequantize(norm.normed(flow)[0]), next(keys))
         x, *parts = _enter(flow, own, stream.x, *norm, *by)
 
         def attend(*parts: Tensor) -> Tensor:
@@ -309,29 +304,20 @@ class Int4Block(GPT2StreamBlock):
         kept = attend if own is None else attention.keeps_codes(attend, self.flow, own)
         attended = kept(*parts).reshape(x.shape)
         del parts  # of which attention may keep codes
-        by = self.projection.product(attended.detach, sample, next(keys), factors[1])
+        by = self.projection.product(attended.detach, next(keys))
         stream = added(x, multiplied(attended, by))
         del attended
-        x, y = self._mlp(stream, flow, sample, keys, factors[2:])
+        x, y = self._mlp(stream, flow, keys)
         return added(x, y)
 
-    def _mlp(
-        self,
-        stream: Stream,
-        flow: _Flow,
-        sample: Tensor | None,
-        keys: Iterator[Any],
-        factors: Sequence[Tensor],
-    ) -> Any:
+    def _mlp(self, stream: Stream, flow: _Flow, keys: Iterator[Any]) -> Any:
         """Return the stream, which passes through, and what the MLP adds to it."""
         own, norm = next(keys), _norm_of(stream, self.norm2)
 
         def normed() -> Quantized:
             return norm.normed(flow)[0]
 
-        first = self.expand.product(
-            lambda: int8_dequantize(normed()), sample, next(keys), factors[0]
-        )
+        first = self.expand.product(lambda: int8_dequantize(normed()), next(keys))
 
         def activated() -> Tensor:
             """Return GELU's output, in BF16 throughout.
@@ -343,7 +329,7 @@ class Int4Block(GPT2StreamBlock):
             f = F.linear(int8_dequantize(normed()), weight, bias)
             return F.gelu(f, approximate="tanh")
 
-        second = self.contract.product(activated, sample, next(keys), factors[1])
+        second = self.contract.product(activated, next(keys))
         return _mlp(flow, own, stream.x, *norm, *first, *second)
 
     def extra_repr(self) -> str:

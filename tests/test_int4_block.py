@@ -24,13 +24,11 @@ from jetfire.nn import (
     RECIPES,
     Int4,
     Int4Block,
-    Int4Linear,
     Stream,
     attention,
     flow,
     int4,
     int4_block,
-    is_int4_state,
     products,
 )
 from jetfire.nn.recipes import DEFAULT
@@ -73,12 +71,12 @@ def unfused(name):
 
 
 def outcome(block, x, dy):
-    """What a block of any kind adds to the stream, and gradients but for steps', by name."""
+    """What a block of any kind adds to the stream, and gradients, by name."""
     if isinstance(block, Int4Block):
         y = block(Stream.of(x, 32), BATCH).x
     else:
         y = block(x.float().view(BATCH, TOKENS, WIDTH)).view(x.shape)
-    own = {name: p for name, p in block.named_parameters() if not is_int4_state(name)}
+    own = dict(block.named_parameters())
     dx, *grads = torch.autograd.grad(y, [x, *own.values()], dy.to(y.dtype))
     return {"y": y - x, "dx": dx.float() - dy, **dict(zip(own, grads, strict=True))}
 
@@ -144,13 +142,13 @@ class ExactBlock:
     def product(self, name, x, given):
         """The product of x, which kernels are given as floats or codes."""
         layer = getattr(self.block, name)
-        value, _ = int4.multiply(given, layer.product(None, None, None))
+        value, _ = int4.multiply(given, layer.product(None, None))
         if layer.group > 32 and name != "projection":  # then codes are made floats
             x = passed(x, int8_dequantize(given))
         h = torch.block_diag(*[hadamard.matrix(layer.group)] * (x.shape[1] // layer.group))
-        first_x, first_w, _ = layer.calibration.double()
-        x = Exact.quantised(x @ h, self.own[f"{name}.step_x"] * first_x)
-        w = Exact.quantised(self.own[f"{name}.weight"] @ h, self.own[f"{name}.step_w"] * first_w)
+        step_x, step_w = (int4.measured_step(t).double() for t in (given, layer.weight.detach()))
+        x = Exact.quantised(x @ h, step_x)
+        w = Exact.quantised(self.own[f"{name}.weight"] @ h, step_w)
         return passed(x @ w.t() + self.own[f"{name}.bias"], value)
 
     def added(self, x, y):
@@ -159,14 +157,9 @@ class ExactBlock:
         return passed(x + y, total), *codes
 
     def gradients(self, dy):
-        """By name; those of steps as LSQ scales them."""
+        """By name."""
         grads = torch.autograd.grad(self.y, self.leaves, dy.double())
-        found = dict(zip(("x", *self.own), grads, strict=True))
-        for layer, name in ((name.partition(".")[0], name) for name in found if "step" in name):
-            weight = getattr(self.block, layer).weight
-            of_x = BATCH * TOKENS * weight.shape[1]
-            found[name] /= math.sqrt(7 * (of_x if name.endswith("x") else weight.numel()))
-        return found
+        return dict(zip(("x", *self.own), grads, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +204,7 @@ def test_as_accurate_as_operation_by_operation(device, name):
         gpt2.Block(shape, linear_of(r)).to(device) for r in (unfused(name), RECIPES["bf16"])
     )
     plain.load_state_dict(block.state_dict())
-    exact.load_state_dict({n: t for n, t in block.state_dict().items() if not is_int4_state(n)})
+    exact.load_state_dict(block.state_dict())
     right = outcome(exact, x, dy)
     errors = {}
     for which in (block, plain):
@@ -276,8 +269,8 @@ def test_what_a_block_keeps(device, name):
     found = Kept(x, *known, *block.parameters(), *block.buffers()).bytes_of(
         lambda: block(stream, 2)
     )
-    # Attention's numbers, codes, one row in 64 in BF16; per row statistics, squares and exponents.
-    expected = 8 + 6 + 3 * (1 / 2 + 2 / 64) + 4 * (4 + 3 + 4) / 256
+    # Attention's numbers, codes; per row statistics, squares and exponents.
+    expected = 8 + 6 + 3 / 2 + 4 * (4 + 3 + 4) / 256
     assert expected <= found / x.numel() <= 1.01 * expected
 
 
@@ -362,23 +355,7 @@ def test_checkpointing_gives_the_same_bits(device, monkeypatch):
         assert all(map(torch.equal, plain, again))
 
 
-# The first batch, and state
-
-
-def test_the_first_batch_sets_the_steps_of_every_layer(device):
-    """Those that a layer alone finds in what it is given."""
-    block, (x, _) = block_of(device=device), stream_of(device)
-    inputs = [int8_layernorm(int8_quantize(x.detach()), block.norm1.weight, block.norm1.bias)[0]]
-    before = block.eval()(Stream.of(x, 32), BATCH).x
-    assert all(layer.steps is None for layer in linears_of(block))
-    assert torch.equal(block.train()(Stream.of(x, 32), BATCH).x, before)
-    assert all(layer.steps is not None for layer in linears_of(block))
-    alone = Int4Linear.over(block.qkv, block.int4)
-    alone(int8_dequantize(inputs[0]))
-    assert torch.equal(alone.calibration, block.qkv.calibration)
-    again = block.qkv.calibration.clone()
-    block(Stream.of(3 * x, 32), BATCH)
-    assert torch.equal(block.qkv.calibration, again)
+# Groups, and state
 
 
 def test_groups_are_searched_on_the_first_batch(device):

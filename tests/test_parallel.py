@@ -278,19 +278,9 @@ def test_weights_in_bf16_of_two_processes_are_alike(how, runs):
 
 
 @pytest.mark.parametrize("how", ["ddp-graph", "fsdp"])
-def test_in_int4_they_share_the_first_batch(how, runs):
-    """Steps begin as the mean of both processes' own, and all begin with the same first loss."""
+def test_in_int4_they_learn_alike(how, runs):
+    """Each process measures the steps of its own batch."""
     ours, theirs = (runs / f"{name}-int4" for name in (how, "ddp"))
-    found, expected = (
-        load_file(run / "checkpoints" / "step-00000008" / "model.safetensors")
-        for run in (ours, theirs)
-    )
-    assert found.keys() == expected.keys()
-    first = [key for key in found if key.endswith("calibration")]
-    assert len(first) == 8
-    for key in first:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-2, atol=0.0)
-        assert bool((found[key] > 0).all())
     assert losses(ours)[0] == pytest.approx(losses(theirs)[0], rel=tolerance(ours))
     assert losses(ours) == pytest.approx(losses(theirs), rel=2e-2)
     assert losses(ours)[-1] < losses(ours)[0] - 0.3

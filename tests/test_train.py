@@ -524,17 +524,15 @@ def test_one_recipe_goes_on_in_another(tokens, tmp_path):
 
 
 def test_int4_goes_on_from_any_recipe_and_back(tokens, tmp_path):
-    """The first batch after BF16 sets the steps; what INT4 leaves goes on without them."""
+    """A group is searched on the first batch after BF16; what INT4 leaves goes on without it."""
     _, before = run(tokens, tmp_path, steps=4)
-    middle, found = run(tokens, tmp_path, checkpoint.find(tmp_path), recipe="int4-hq-lss", steps=8)
-    layer = middle.model.blocks[0].qkv
-    assert bool(layer.calibration.all())
-    assert layer.step_x.tolist() != [1.0]
-    saved = checkpoint.find(tmp_path)
-    assert {"blocks.0.qkv.calibration", "blocks.0.qkv.step_w"} < saved.model().keys()
-    assert "blocks.0.qkv.step_w/exp_avg" in saved.optimizer()
-    other, _ = run(tokens, None, saved, recipe="int4-naive", steps=9)
-    assert torch.equal(other.model.blocks[0].qkv.calibration, layer.calibration)
+    searching = {"recipe": "int4-hq-lss", "group": "search"}
+    middle, found = run(tokens, tmp_path, checkpoint.find(tmp_path), steps=8, **searching)
+    saved, layer = checkpoint.find(tmp_path), middle.model.blocks[0].qkv
+    assert saved.model()["blocks.0.qkv.searched"].tolist() == [layer.group]
+    other, _ = run(tokens, None, saved, steps=9, **searching)
+    assert other.model.blocks[0].qkv.group == layer.group
+    run(tokens, None, saved, recipe="int4-naive", steps=9)
     _, after = run(tokens, tmp_path, saved, steps=12)
     steps = losses(before) + losses(found) + losses(after)
     assert [step for step, *_ in steps] == list(range(1, 13))

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import load_file
 
 import jetfire
-from jetfire.nn import is_int4_state, products
+from jetfire.nn import products
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -68,16 +67,13 @@ def floats(**options):
 @pytest.mark.parametrize("recipe", ["int8", "int4-hq-lss"])
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
 def test_trains_saves_and_loads_plainly(tmp_path, kind, recipe):
-    """`transformers` reads the checkpoint; of INT4 it passes over the learned steps."""
+    """`transformers` reads the checkpoint as any other."""
     losses, run = trained(tmp_path, kind, recipe, layers=2)
     assert kind == "bert" or losses[-1] < losses[0] - 0.1
     run.save_model(str(tmp_path / "saved"))
     cls = type(run.model)
     plain, said = cls.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not said["missing_keys"]
-    assert not said["mismatched_keys"]
-    assert all(map(is_int4_state, said["unexpected_keys"]))
-    assert bool(said["unexpected_keys"]) == recipe.startswith("int4")
+    assert not any(said.values())
     assert not any("jetfire" in type(module).__module__ for module in plain.modules())
     bound = 0.05 if recipe == "int8" else 0.3
     assert evaluated(run, plain) == pytest.approx(evaluated(run), abs=bound)
@@ -184,7 +180,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     assert evaluated(whole, plain) == pytest.approx(evaluated(whole), abs=0.05)
 
 
-def test_a_run_in_int4_goes_on_with_its_steps(tmp_path):
+def test_a_run_in_int4_goes_on(tmp_path):
     def make(folder):
         saved = {"save_strategy": "steps", "save_steps": 3}
         return toy.trainer(folder, "gpt2", "int4-hq-lss", 6, dropout=0.1, **saved)
@@ -193,8 +189,6 @@ def test_a_run_in_int4_goes_on_with_its_steps(tmp_path):
     whole.train()
     shutil.rmtree(tmp_path / "checkpoint-6")
     assert resumed(tmp_path, make) == toy.losses(whole)
-    steps = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
-    assert sum(map(is_int4_state, steps)) == 3 * 4
 
 
 def test_pushes_what_loads(tmp_path, monkeypatch):

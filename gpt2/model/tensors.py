@@ -109,7 +109,7 @@ def as_sharded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def of_recipe(name: str) -> bool:
-    """Return whether a state's entry is a recipe's own: an INT4 layer's steps, a threshold."""
+    """Return whether a state's entry is a recipe's own: an INT4 layer's group, a threshold."""
     return is_int4_state(name) or name.endswith(THRESHOLD)
 
 
@@ -129,7 +129,7 @@ def load_model(model: nn.Module, values: Mapping[str, torch.Tensor], where: Path
         wanted = tuple(own[name].shape) if name in own else "absent"
         if there != wanted:
             raise UsageError(f"{where}: {name} is {there}: the model's is {wanted}")
-        if name.endswith((".calibration", THRESHOLD)) and not bool(given[name].isfinite().all()):
+        if name in given and of_recipe(name) and not bool(given[name].isfinite().all()):
             raise UsageError(f"{where}: {name} holds NaN or Inf: expected finite numbers")
     model.load_state_dict({name: as_sharded(value, own[name]) for name, value in given.items()})
     weights_changed()  # of a sharded weight the layers see no change

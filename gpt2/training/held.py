@@ -153,7 +153,7 @@ class Int4Bytes(NamedTuple):
     """Bytes for each number that `Int4Linear` (nn/int4.py) holds.
 
     Attributes:
-        code: bytes that backward keeps of a number of an input: packed, with one row in 64 in BF16.
+        code: bytes that backward keeps of a number of an input, packed.
         gradient: bytes of a number of a gradient's codes.
         for_x, for_w: rows of a gradient that a product has room for, per token.
     """
@@ -169,7 +169,7 @@ def int4_bytes(tokens: int, how: Int4) -> Int4Bytes:
     split = 1 if how.gradient == "nearest" else 2
     keep = "half" if how.gradient == "sampled" else "all"
     for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
-    return Int4Bytes(0.5 + 2 / 64, split / 2, for_x, for_w)
+    return Int4Bytes(0.5, split / 2, for_x, for_w)
 
 
 class Head(NamedTuple):
