@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from jetfire.core.arguments import checked
+from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import FloatName
 from jetfire.core.tensors import Quantized, Quantized4
@@ -193,26 +194,35 @@ def measured_step(x: Tensor | Quantized) -> Tensor:
     read, the same ones each time, so that a forward that runs again gives the same codes. They lie
     an odd number apart, so that no position of a sequence is read more often than others.
     """
-    count, columns = x.shape
-    apart = max(1, count // _MEASURED_ROWS) | 1
-    read = len(range(apart // 2, count, apart))
-    if isinstance(x, Quantized):
-        norms = _block_norms(x, apart)
-    else:
-        norms = x[apart // 2 :: apart].contiguous()  # whatever its strides, the same sum
-    norm = torch.linalg.vector_norm(norms, dtype=torch.float32)
-    part = _OF_DEVIATION / math.sqrt(max(1, read * columns))
-    return (norm * part).clamp(min=_LEAST).view(1)
+    given = (x.q, x.scale, x.block) if isinstance(x, Quantized) else (x, None, 1)
+    compiling = torch.compiler.is_compiling()
+    measured: Any = torch.ops.jetfire.measured_step if compiling else _measured_step
+    step: Tensor = measured(*given)
+    return step
 
 
-def _block_norms(x: Quantized, apart: int) -> Tensor:
-    """Return the norm of each block's part of each row that is read, fp32, rows × blocks."""
-    assert x.q is not None
-    assert x.scale is not None
-    named = torch.arange(apart // 2, x.q.shape[0], apart, device=x.q.device)
-    q = functional.pad(x.q[apart // 2 :: apart], (0, -x.q.shape[1] % x.block))
-    wide = q.unflatten(1, (-1, x.block)).to(torch.bfloat16)  # which holds 127
-    return torch.linalg.vector_norm(wide, dim=2, dtype=torch.float32) * x.scale[named // x.block]
+def _measured_step(x: Tensor, scale: Tensor | None, block: int) -> Tensor:
+    """Return the step of floats, or of codes in blocks and their scales."""
+    apart = max(1, len(x) // _MEASURED_ROWS) | 1
+    some = x[apart // 2 :: apart].contiguous()  # whatever x's strides, the same sum
+    count = max(1, some.numel())
+    if scale is not None:
+        rows = torch.arange(apart // 2, len(x), apart, device=x.device)
+        wide = functional.pad(some, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+        norms = torch.linalg.vector_norm(wide.to(torch.bfloat16), dim=2, dtype=torch.float32)
+        some = norms * scale[rows // block]
+    norm = torch.linalg.vector_norm(some, dtype=torch.float32)
+    return (norm * (_OF_DEVIATION / math.sqrt(count))).clamp(min=_LEAST).view(1)
+
+
+# One operator to a compiler: which rows are read depends on how many there are.
+LIBRARY.define("measured_step(Tensor x, Tensor? scale, int block) -> Tensor")
+LIBRARY.impl("measured_step", _measured_step, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("jetfire::measured_step", lib=LIBRARY)
+def _(x: Tensor, scale: Tensor | None, block: int) -> Tensor:
+    return x.new_empty((1,), dtype=torch.float32)
 
 
 def multiply_backward(

@@ -30,6 +30,7 @@ from jetfire.ops import int8_dequantize, int8_quantize
 from jetfire.ops.int4_gemm import MOST_K
 from jetfire.ops.sample_rows import capacity
 from jetfire.reference import hadamard
+from jetfire.tests.language_models import compiled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -367,6 +368,19 @@ def test_steps_follow_their_batch():
     with torch.no_grad():
         layer.weight.mul_(1024)
     assert error_of((layer(x) - bias) / 1024, before) < 1e-6
+
+
+def test_any_number_of_tokens_compiles_to_one_graph():
+    """Whether all rows tell a step or some do. Its bits are those of a layer not compiled."""
+    layer = layer_of(64, 48, Int4(32, "split"))
+    graphs = compiled(layer, dynamic=True, fullgraph=True)
+    other = Int4Linear.over(layer, layer.int4)
+    for rows in (70, 96, 1500, 3000):
+        x = torch.randn(rows, 64, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert torch.equal(y, other(x))
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
