@@ -30,7 +30,8 @@ from torch.nn import functional
 from jetfire.core.arguments import checked
 from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
-from jetfire.core.problem import FloatName
+from jetfire.core.kept_rows import Keep, Parts, SampledRows, capacity
+from jetfire.core.problem import Codes, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.made import MadeOfWeight
@@ -52,9 +53,7 @@ from jetfire.ops import (
     int8_column_sum,
     int8_dequantize,
 )
-from jetfire.ops.hadamard_quantize import Codes, Group
 from jetfire.ops.int4_gemm import MOST_K, int4_gemm
-from jetfire.ops.sample_rows import Keep, Parts, SampledRows, capacity
 from jetfire.reference.hadamard import search_group
 
 Tensor = torch.Tensor

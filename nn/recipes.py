@@ -7,8 +7,7 @@ from typing import Any, Literal, cast, get_args
 
 from jetfire.core.arguments import shown
 from jetfire.core.errors import UsageError, unknown
-from jetfire.core.problem import Block
-from jetfire.ops.hadamard_quantize import Group
+from jetfire.core.problem import Block, Group
 from jetfire.ops.int4_gemm import MOST_K
 
 Gradient = Literal["sampled", "split", "nearest"]

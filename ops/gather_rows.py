@@ -152,7 +152,7 @@ class GatherRows(StandardOp):
 
     def timed(self) -> list[Timed]:
         """Return the kept of 8192 tokens' split rows, as each product reads them; a weight's."""
-        from jetfire.ops.sample_rows import capacity
+        from jetfire.core.kept_rows import capacity
 
         at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=STEADY_MS)
         kept = partial(at, sizes={"m": [2 * 8192], "n": [8192]})

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from jetfire.core.errors import UsageError
 from jetfire.core.op import SameBits
-from jetfire.core.problem import Mode, Problem
+from jetfire.core.problem import Group, Mode, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div, dtype_of
 from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.measure.peers import Factory
-from jetfire.ops.hadamard_quantize import Group, first_step, step_gradient, whole_groups
+from jetfire.ops.hadamard_quantize import first_step, step_gradient, whole_groups
 
 
 @dataclass(frozen=True)

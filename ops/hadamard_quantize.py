@@ -12,23 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import capacity
 from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Operator, Shape
-from jetfire.core.problem import FloatName, Mode, Problem
+from jetfire.core.problem import Codes, FloatName, Group, Mode, Problem
 from jetfire.core.suites import COMPILED, STEADY_MS, Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of
 from jetfire.measure.bounds import higham, of_sum
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
-from jetfire.ops.sample_rows import capacity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["int4_quantize", "int4_quantize_backward"]
 
-Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-Codes = Literal["packed", "wide", "both"]
 Given = Literal["codes", "x"]
 
 # A sum of a row in fp32: within a tile of at most 64 elements, then over a row's tiles, which have

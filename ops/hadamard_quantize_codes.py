@@ -12,11 +12,11 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Problem
+from jetfire.core.problem import Block, Codes, Group, Problem
 from jetfire.core.tensors import Quantized, Quantized4, Spec, Specs, Tensors, ceil_div, quantized
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
-from jetfire.ops.hadamard_quantize import Codes, Group, first_step, forward_in_torch, whole_groups
+from jetfire.ops.hadamard_quantize import first_step, forward_in_torch, whole_groups
 
 if TYPE_CHECKING:
     from torch import Tensor

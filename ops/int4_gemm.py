@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import SEGMENT, capacity
 from jetfire.core.op import Tuning
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
@@ -20,7 +21,6 @@ from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.measure.peers import Factory
-from jetfire.ops.sample_rows import SEGMENT, capacity
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
+from jetfire.core.kept_rows import Keep, Parts, Product, SampledRows, capacity
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
 from jetfire.core.suites import COMPILED, STEADY_MS, Timed
-from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
+from jetfire.core.tensors import Spec, Specs, Tensors
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["int4_sample_rows"]
-
-Parts = Literal[2, 1]
-Product = Literal["dgrad", "wgrad"]
-Keep = Literal["half", "all"]
-
-SEGMENT = 128  # rows: the kept ones of each part are padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -172,20 +167,6 @@ def _sizes(rng: Random, like: Tensor) -> Tensor:
     return powers.exp2().floor() * some
 
 
-def capacity(m: int, parts: int, product: str, keep: str) -> int:
-    """Return how many rows hold whatever is kept, each part's padded to a multiple of `SEGMENT`.
-
-    Systematic draws keep ⌈Σp⌉ rows at most. Σp is m but for what raising the smallest
-    probabilities adds: less than one row for dgrad, a sixteenth of 2m for wgrad.
-    """
-    whole = parts * ceil_div(m, SEGMENT) * SEGMENT
-    if keep == "all" or parts == 1:  # no more than m rows
-        return whole
-    most = m + 1 + (m // 8 if product == "wgrad" else 0)
-    # Two segments end where 2·(SEGMENT − 1) are padding at the most.
-    return min(whole, (most + 2 * (SEGMENT - 1)) // SEGMENT * SEGMENT)
-
-
 OP = SampleRows()
 
 
@@ -198,24 +179,6 @@ _sample_rows = Operator(
     "sample_rows(Tensor squares, Tensor? x_squares, Tensor seed, int parts, str keep) -> Tensor[]",
     derive=_product,
 )
-
-
-class SampledRows(NamedTuple):
-    """The rows of a gradient that a product keeps: there is room for more, of which all are −1.
-
-    Attributes:
-        rows: int32, those to gather: each part's up to a multiple of 128, −1 elsewhere.
-        counts: int32 (2,), the ends of the first part's rows and of all.
-        weight: fp32, what each of the rows is multiplied by. For the weight's gradient None.
-        slots: int32 m×2, where a row's two parts are in rows. For the weight's gradient None.
-        repeat: int8, how often each of the rows counts. For the input's gradient None.
-    """
-
-    rows: Tensor
-    counts: Tensor
-    weight: Tensor | None
-    slots: Tensor | None
-    repeat: Tensor | None
 
 
 @checked

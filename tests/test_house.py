@@ -150,22 +150,16 @@ NAMED = {
     "bench/suite.py": ["gemm"],
     # A setting of a run, and a size of a model, that is called dropout.
     "report/runs.py": ["dropout"],
-    # An optimizer that is called adamw; and how many rows an INT4 layer's products keep.
-    "gpt2/training/memory.py": ["adamw", "adamw8"],
-    "gpt2/training/held.py": ["sample_rows"],
     "gpt2/model/layouts.py": ["dropout"],
     # A setting's values.
-    "gpt2/training/arms.py": ["adamw", "adamw8"],
-    "gpt2/training/checkpoint.py": ["adamw8"],
     "gpt2/training/settings.py": ["adamw", "adamw8"],
-    "gpt2/training/step.py": ["adamw8"],
     # Layers are made of ops, and some modules of theirs have their names.
     "nn/__init__.py": ["gelu", "layernorm"],
-    "nn/int4.py": ["hadamard_quantize", "int4_gemm", "sample_rows"],
+    "nn/int4.py": ["int4_gemm"],
     "nn/loss.py": ["cross_entropy"],
     "nn/moments.py": ["adamw8"],
     "nn/sizes.py": ["adamw8"],
-    "nn/recipes.py": ["hadamard_quantize", "int4_gemm"],
+    "nn/recipes.py": ["int4_gemm"],
     # A composite launches the kernels of others; its stage of a product is called gemm.
     "kernels_cuda/hadamard_gemm/staged.py": [
         "bit_split",
@@ -193,16 +187,13 @@ NAMED = {
     "kernels_triton/bit_split_codes/__init__.py": ["bit_split"],
     "ops/bit_split_codes.py": ["bit_split"],
     "ops/hadamard_quantize_codes.py": ["hadamard_quantize"],
-    # Ops that are defined by another: how many rows it keeps, what it quantises. And a peer and a
-    # field that have an op's name.
+    # Ops that are defined by what another quantises. And a peer and a field that have an op's name.
     "ops/adamw.py": ["quantize"],
     "ops/adamw8.py": ["adamw"],
     "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
     "ops/fallback_quantize.py": ["quantize"],
-    "ops/gather_rows.py": ["sample_rows", "transpose"],
-    "ops/hadamard_quantize.py": ["sample_rows"],
+    "ops/gather_rows.py": ["transpose"],
     "ops/hadamard_unpack.py": ["hadamard_pack"],
-    "ops/int4_gemm.py": ["sample_rows"],
     "ops/quantize_dlogits.py": ["cross_entropy", "quantize"],
     "ops/quantize_qkv.py": ["quantize"],
 }

@@ -13,8 +13,8 @@ from jetfire import ops
 from jetfire import ops as int4
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import capacity
 from jetfire.core.tensors import Quantized4
-from jetfire.ops.sample_rows import capacity
 from jetfire.reference.nibbles import unpack
 
 OPS = ("bit_split", "gather_rows", "hadamard_quantize", "int4_gemm", "sample_rows")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import capacity
 from jetfire.nn import (
     RECIPES,
     Int4,
@@ -28,7 +29,6 @@ from jetfire.nn import int4 as module_of_int4
 from jetfire.nn.int4 import MOST_TOKENS, SEARCHED, measured_step
 from jetfire.ops import int8_dequantize, int8_quantize
 from jetfire.ops.int4_gemm import MOST_K
-from jetfire.ops.sample_rows import capacity
 from jetfire.reference import hadamard
 from jetfire.tests.language_models import compiled
 

@@ -20,7 +20,7 @@ from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.training import command, held_gpt2, held_llama, memory, plan
 from jetfire.gpt2.training import step as stepping
 from jetfire.gpt2.training.loop import Training
-from jetfire.gpt2.training.settings import make
+from jetfire.gpt2.training.settings import MOMENT_BITS, make
 from jetfire.gpt2.training.step import Step
 from jetfire.nn.linear import quantised_weights
 from jetfire.nn.llama import rotary_tables
@@ -145,7 +145,7 @@ def counted(settings, vocabulary):
     return memory.held_by(settings, vocabulary)
 
 
-@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", MOMENT_BITS)
 @pytest.mark.parametrize("shape", ["gpt2, weights", "llama, grouped"])
 def test_moments_are_what_an_optimizer_keeps(optimizer, shape, monkeypatch):
     base, changes, vocabulary = FAMILIES[shape]

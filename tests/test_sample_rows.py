@@ -8,8 +8,8 @@ import torch
 from jetfire.core import registry, workloads
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import SEGMENT, capacity
 from jetfire.core.launch import launch, verify
-from jetfire.ops.sample_rows import SEGMENT, capacity
 from jetfire.reference.sample_rows import (
     LEAST,
     ONE,

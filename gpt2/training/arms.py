@@ -6,13 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from jetfire.core.errors import UsageError, unknown
-from jetfire.gpt2.training.settings import Settings
+from jetfire.gpt2.training.settings import MOMENT_BITS, Settings
 from jetfire.nn.recipes import RECIPES
 
 # The words after a recipe: each a setting's value.
 WORDS = {
-    "adamw": ("optimizer", "adamw"),
-    "adamw8": ("optimizer", "adamw8"),
+    **{name: ("optimizer", name) for name in MOMENT_BITS},
     "fp32weights": ("weights", "fp32"),
     "bf16weights": ("weights", "bf16"),
 }

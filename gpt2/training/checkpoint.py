@@ -31,7 +31,7 @@ from jetfire.gpt2.model import tensors
 from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.model.tensors import as_sharded, of_recipe, whole
 from jetfire.gpt2.training.parallel import ALONE, Group
-from jetfire.gpt2.training.settings import StepNumber
+from jetfire.gpt2.training.settings import MOMENT_BITS, StepNumber
 from jetfire.nn import RECIPES, moments
 from jetfire.nn.sizes import moment_scales
 
@@ -168,7 +168,7 @@ def _check_tensors(saved: Checkpoint, part: str) -> None:
         for name, size in saved.shape.parameters().items()
     }
     if part == OPTIMIZER:
-        in_codes = saved.state["settings"].get("optimizer") == "adamw8"
+        in_codes = MOMENT_BITS.get(saved.state["settings"].get("optimizer", "")) == 8
         wanted = {
             f"{name}/{what}": kind
             for name, whole in wanted.items()

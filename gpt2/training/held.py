@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jetfire.core.kept_rows import capacity
 from jetfire.gpt2.model.shape import Shape
 from jetfire.nn.recipes import Int4, Recipe
 from jetfire.nn.sizes import head_parts
-from jetfire.ops.sample_rows import capacity
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a training run needs of a GPU's memory, counted from its sizes: no torch is loaded.
 
 A family of models is a function of shape, recipe and batch that gives what its layers hold
-(`FAMILIES`), an optimizer one of a parameter's shape (`OPTIMIZERS`). The bytes are what the
+(`FAMILIES`), an optimizer one of a parameter's shape (`MOMENTS`). The bytes are what the
 modules hold: tests compare them with what torch's operators allocate on the CPU, and GPT-2's with
 every peak in docs/results of a run that `needs` takes.
 
@@ -34,10 +34,10 @@ def _in_codes(shape: tuple[int, ...]) -> float:
     return 2.0 * math.prod(shape) + 8.0 * math.prod(scales)
 
 
-# Bytes of both moments of a parameter.
-OPTIMIZERS: dict[str, Callable[[tuple[int, ...]], float]] = {
-    "adamw": lambda shape: 8.0 * math.prod(shape),
-    "adamw8": _in_codes,
+# Bytes of both moments of a parameter, by their bits.
+MOMENTS: dict[int, Callable[[tuple[int, ...]], float]] = {
+    32: lambda shape: 8.0 * math.prod(shape),
+    8: _in_codes,
 }
 # cuBLAS's workspaces on sm_90, which torch's allocator holds: one of the thread that runs forward,
 # one of backward's, and one more where a step is on a stream of its own, for its graph. So measured
@@ -104,7 +104,7 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     ids = 16.0 * settings.batch * settings.context * settings.accumulate * (1 + graphed)
     standing = {
         "weights": whole,
-        "moments": math.fsum(map(OPTIMIZERS[settings.optimizer], shape.parameters().values())),
+        "moments": math.fsum(map(MOMENTS[settings.moment_bits], shape.parameters().values())),
         "codes": held.codes,
         "token ids, cuBLAS": ids + (2 + graphed) * WORKSPACE,
     }

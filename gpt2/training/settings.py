@@ -85,6 +85,9 @@ Group = Literal[
     "recipe", "search", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024"
 ]
 Side = Literal["recipe", "32", "64", "128"]
+Optimizer = Literal["adamw", "adamw8"]
+# Bits of a number of each optimizer's moments.
+MOMENT_BITS: dict[str, int] = dict(zip(get_args(Optimizer), (32, 8), strict=True))
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Settings:
     rate: Amount = 6e-4
     floor: Share = 0.1
     warmup: Every = 50
-    optimizer: Literal["adamw", "adamw8"] = "adamw"
+    optimizer: Optimizer = "adamw"
     weights: Literal["fp32", "bf16"] = "fp32"
     decay: Amount = 0.1
     beta1: Beta = 0.9
@@ -188,12 +191,17 @@ class Settings:
         recipe = self.precision()
         if recipe.block is None or recipe.flow is None:
             wanted = f"recipe={self.recipe}: expected an INT8 recipe without fallback"
-        elif self.optimizer != "adamw8":
+        elif self.moment_bits != 8:
             wanted = f"optimizer={self.optimizer}: expected optimizer=adamw8"
         elif self.parallel == "fsdp":  # which shards parameters of one dtype together
             wanted = "parallel=fsdp: expected parallel=none or ddp"
         if wanted:
             raise UsageError(f"weights={self.weights} with {wanted}")
+
+    @property
+    def moment_bits(self) -> int:
+        """Bits of a number of the optimizer's moments."""
+        return MOMENT_BITS[self.optimizer]
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -101,7 +101,7 @@ class Step:
         # What is compiled quantises its weights itself, and so do INT4 layers.
         quantises = settings.precision().block is not None and not settings.compile
         optimizer: torch.optim.AdamW
-        if settings.optimizer == "adamw8":
+        if settings.moment_bits == 8:
             model = self.model if quantises else nn.Module()
             narrow_ones: dict[str, Any] = {"rounding": "stochastic", "seed": settings.seed}
             optimizer = AdamW(groups, model=model, bits=8, **narrow_ones, **options)

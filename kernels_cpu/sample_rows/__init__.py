@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from jetfire.core.kept_rows import capacity
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import TorchKernel
-from jetfire.ops.sample_rows import capacity
 from jetfire.reference.bit_split import HIGH
 from jetfire.reference.philox import STREAM_SAMPLING, random_u16
 from jetfire.reference.sample_rows import LEAST, ONE, SEGMENT, offset

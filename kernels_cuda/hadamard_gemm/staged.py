@@ -16,6 +16,7 @@ import torch
 from jetfire.core import registry, workloads
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import capacity
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import choose
 from jetfire.core.tensors import Tensors
@@ -24,7 +25,7 @@ from jetfire.ops.gather_rows import GatherRowsProblem
 from jetfire.ops.hadamard_gemm import HadamardGemmProblem
 from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 from jetfire.ops.int4_gemm import Int4GemmProblem
-from jetfire.ops.sample_rows import SampleRowsProblem, capacity
+from jetfire.ops.sample_rows import SampleRowsProblem
 
 
 @dataclass(frozen=True)

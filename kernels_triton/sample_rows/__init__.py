@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.kept_rows import capacity
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import INTERPRETED, philox_words, random_u16
 from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
 from jetfire.kernels_triton.tiles import device_reason, power_reason, warps_reason
-from jetfire.ops.sample_rows import capacity
 
 # As in jetfire.reference: philox's stream, and sample_rows's constants.
 STREAM_SAMPLING = tl.constexpr(2)

@@ -1,0 +1,52 @@
+"""The rows of a split gradient that a product keeps, and how many there is room for.
+
+"Training Transformers with 4-bit Integers" (arXiv 2306.11987), section 4.2: leverage-score sampling
+of the rows of both parts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from jetfire.core.tensors import ceil_div
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Parts = Literal[2, 1]
+Product = Literal["dgrad", "wgrad"]
+Keep = Literal["half", "all"]
+
+SEGMENT = 128  # rows: the kept ones of each part are padded to a multiple of it
+
+
+class SampledRows(NamedTuple):
+    """The rows of a gradient that a product keeps: there is room for more, of which all are −1.
+
+    Attributes:
+        rows: int32, those to gather: each part's up to a multiple of 128, −1 elsewhere.
+        counts: int32 (2,), the ends of the first part's rows and of all.
+        weight: fp32, what each of the rows is multiplied by. For the weight's gradient None.
+        slots: int32 m×2, where a row's two parts are in rows. For the weight's gradient None.
+        repeat: int8, how often each of the rows counts. For the input's gradient None.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    weight: Tensor | None
+    slots: Tensor | None
+    repeat: Tensor | None
+
+
+def capacity(m: int, parts: int, product: str, keep: str) -> int:
+    """Return how many rows hold whatever is kept, each part's padded to a multiple of `SEGMENT`.
+
+    Systematic draws keep ⌈Σp⌉ rows at most. Σp is m but for what raising the smallest
+    probabilities adds: less than one row for dgrad, a sixteenth of 2m for wgrad.
+    """
+    whole = parts * ceil_div(m, SEGMENT) * SEGMENT
+    if keep == "all" or parts == 1:  # no more than m rows
+        return whole
+    most = m + 1 + (m // 8 if product == "wgrad" else 0)
+    # Two segments end where 2·(SEGMENT − 1) are padding at the most.
+    return min(whole, (most + 2 * (SEGMENT - 1)) // SEGMENT * SEGMENT)
