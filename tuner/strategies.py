@@ -15,7 +15,7 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
-from optuna.study import Study
+from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from jetfire.core.errors import unknown
@@ -170,6 +170,8 @@ class Tpe(Strategy):
             else CategoricalDistribution(range(len(values)))
             for name, values in space.fields.items()
         }
+        self._ranked: Study | None = None
+        self._told: list[tuple[Point, list[float]]] = []  # what it has
 
     def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
         known = {point: values for point, values in seen.items() if values is not None}
@@ -187,18 +189,35 @@ class Tpe(Strategy):
 
         Those that failed count as the slowest, and so do those under way: it looks elsewhere.
         """
-        ranked = optuna.create_study(sampler=self._tpe, directions=study.directions)
         worst = [max(v) for v in zip(*(v for v in seen.values() if v is not None), strict=True)]
-        for point, values in seen.items():
-            ranked.add_trial(
+        values = [(point, worst if values is None else values) for point, values in seen.items()]
+        ranked = self._study_of(values, study.directions)
+        asked = ranked.ask(self._ranks)
+        proposed = tuple(asked.params[name] for name in self._ranks)
+        ranked.tell(asked, state=TrialState.FAIL)  # its outcome comes with the trials
+        return proposed
+
+    def _study_of(
+        self, values: list[tuple[Point, list[float]]], directions: Sequence[StudyDirection]
+    ) -> Study:
+        """Return a study of ranks that has been told of these values.
+
+        It is the last one where they go on from what that was told: to add a trial takes 0.4 ms.
+        """
+        count = len(self._told)
+        if self._ranked is None or values[:count] != self._told:
+            self._ranked = optuna.create_study(sampler=self._tpe, directions=directions)
+            count = 0
+        for point, found in values[count:]:
+            self._ranked.add_trial(
                 create_trial(
                     params=dict(zip(self._ranks, point, strict=True)),
                     distributions=self._ranks,
-                    values=worst if values is None else values,
+                    values=found,
                 )
             )
-        proposed = ranked.ask(self._ranks).params
-        return tuple(proposed[name] for name in self._ranks)
+        self._told = values
+        return self._ranked
 
 
 class GaussianProcess(Strategy):

@@ -423,17 +423,16 @@ class Study:
     def _tried_before(self, asked: optuna.Trial) -> bool:
         """An earlier trial has the same config and an outcome, or may yet have one."""
         end = time.monotonic() + CHOOSING_S
+        params = asked.params  # a copy each time
         while True:
             earlier = [t for t in self.optuna.get_trials(deepcopy=False) if t.number < asked.number]
             running = [t for t in earlier if t.state == TrialState.RUNNING]
             if any(
-                t.params == asked.params
-                for t in earlier
-                if t in running or "outcome" in t.user_attrs
+                t.params == params for t in earlier if t in running or "outcome" in t.user_attrs
             ):
                 return True
             # Of tuners that choose at once, those who began later wait for what the first takes.
-            if all(t.params.keys() == asked.params.keys() for t in running):
+            if all(t.params.keys() == params.keys() for t in running):
                 return False
             if time.monotonic() > end:
                 return False

@@ -1,0 +1,109 @@
+"""Processes that are forked from the tests' own, where torch is loaded already.
+
+A spawned one imports it for 1.7 s. Whatever tests how processes start spawns them.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import weakref
+from types import SimpleNamespace
+
+import torch
+
+from jetfire import cli
+from jetfire.core import processes
+
+FORK, SPAWN = (multiprocessing.get_context(name) for name in ("fork", "spawn"))
+
+
+class _Context:
+    """What a `Worker` takes from multiprocessing: its child is forked, and has no pipe but its own.
+
+    One that runs under a command is spawned as ever.
+    """
+
+    def __init__(self):
+        self._ours = weakref.WeakSet()
+
+    def Pipe(self):
+        ours, theirs = FORK.Pipe()
+        self._ours.add(ours)
+        return ours, theirs
+
+    def Process(self, target, args, daemon):
+        theirs, output, parent, *rest = args
+        if parent is None:
+            return SPAWN.Process(target=target, args=args, daemon=daemon)
+        args = (target, theirs, output._file.fileno(), parent, *rest)
+        return FORK.Process(target=self._child, args=args, daemon=daemon)
+
+    def _child(self, target, *args):
+        for connection in self._ours:
+            connection.close()
+        _own_streams()
+        target(*args)
+
+
+def _own_streams():
+    """Print to the descriptors, in place of what captures the tests' output."""
+    sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
+
+
+def fork_workers(monkeypatch):
+    """Have every `Worker` forked from now on, unless a GPU's context is here, which cannot be."""
+    if not torch.cuda.is_initialized():
+        context = _Context()
+        forking = SimpleNamespace(get_context=lambda name: context)
+        monkeypatch.setattr(processes, "multiprocessing", forking)
+        # The stack of a forked one is as deep as the tests', and so is its last traceback.
+        monkeypatch.setattr(processes, "LOG_TAIL", 40_000)
+
+
+class Command:
+    """A command that runs in a process and a group of its own, as a terminal would start it.
+
+    Args:
+        before: what the process calls first.
+        environment: what it is given beside this process's.
+    """
+
+    def __init__(self, name, words, before=lambda: None, **environment):
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]
+        args = (name, list(map(str, words)), before, environment)
+        self._process = FORK.Process(target=self._run, args=args)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def _run(self, name, words, before, environment):
+        os.setsid()
+        for number, file in enumerate(self._files, 1):
+            os.dup2(file.fileno(), number)
+        _own_streams()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(environment)
+        tempfile.tempdir = None
+        before()
+        sys.exit(cli.execute(name, words))
+
+    def runs(self):
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
+
+    def said(self):
+        """What it has printed on stdout and on stderr by now."""
+        numbers = [file.fileno() for file in self._files]
+        return tuple(os.pread(n, os.fstat(n).st_size, 0).decode() for n in numbers)
+
+    def kill(self):
+        """Kill it, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+
+    def end(self, limit_s):
+        """Wait for its end: exit code, stdout, stderr; killed where it takes so many seconds."""
+        self._process.join(limit_s)
+        self.kill()
+        return self._process.exitcode, *self.said()
