@@ -3,11 +3,13 @@
 A spawned one imports it for 1.7 s. Whatever tests how processes start spawns them.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -17,6 +19,15 @@ from jetfire import cli
 from jetfire.core import processes
 
 FORK, SPAWN = (multiprocessing.get_context(name) for name in ("fork", "spawn"))
+
+
+class _Process(FORK.Process):
+    """A child, without the warning of Python 3.12 where other threads run: none has our locks."""
+
+    def start(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            super().start()
 
 
 class _Context:
@@ -38,7 +49,7 @@ class _Context:
         if parent is None:
             return SPAWN.Process(target=target, args=args, daemon=daemon)
         args = (target, theirs, output._file.fileno(), parent, *rest)
-        return FORK.Process(target=self._child, args=args, daemon=daemon)
+        return _Process(target=self._child, args=args, daemon=daemon)
 
     def _child(self, target, *args):
         for connection in self._ours:
@@ -49,7 +60,8 @@ class _Context:
 
 def _own_streams():
     """Print to the descriptors, in place of what captures the tests' output."""
-    sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
+    sys.stdout = os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
 
 
 def fork_workers(monkeypatch):
@@ -71,10 +83,11 @@ class Command:
     """
 
     def __init__(self, name, words, before=lambda: None, **environment):
-        self._files = [tempfile.TemporaryFile() for _ in range(2)]
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         args = (name, list(map(str, words)), before, environment)
-        self._process = FORK.Process(target=self._run, args=args)
+        self._process = _Process(target=self._run, args=args)
         self._process.start()
+        atexit.register(self._process.kill)  # else a failed test's is waited for
         self.pid = self._process.pid
 
     def _run(self, name, words, before, environment):

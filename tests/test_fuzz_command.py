@@ -30,6 +30,7 @@ from jetfire.fuzz import (
 )
 from jetfire.fuzz.draw import FuzzExtent
 from jetfire.fuzz.example import Other, Outcome
+from jetfire.tests import forked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -40,6 +41,7 @@ CPU = Device.parse("cpu")
 def folder(tmp_path, monkeypatch, unload):
     """Where failures are kept; kernels that a command loads are gone after it."""
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "fuzz"))
+    forked.fork_workers(monkeypatch)
     return tmp_path / "fuzz"
 
 
@@ -63,11 +65,11 @@ def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
         "--kernel",
         "torch",
         "--examples",
-        "60",
+        "30",
         "--largest",
         "60",
         "--seed",
-        "5",
+        "9",
         "--jobs",
         "2",
     ]
@@ -75,14 +77,14 @@ def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
     out, err = capsys.readouterr()
     summary = json.loads(out)
     assert summary == json.loads((tmp_path / "out.json").read_text())
-    assert (summary["schema"], summary["seed"], summary["jobs"]) == (1, 5, 2)
+    assert (summary["schema"], summary["seed"], summary["jobs"]) == (1, 9, 2)
     torch, unwritten = summary["pairs"]
     (failure,) = unwritten["failures"]
     assert failure["kind"] == "unwritten"
     assert torch["failures"] == []
     op, kernel = registry.get("gelu"), registry.get_kernel("gelu", "torch")
-    alone = fuzz_kernel(op, kernel, CPU, examples=60, seed=5, largest=60)
-    assert torch["examples"] == alone.examples == 60
+    alone = fuzz_kernel(op, kernel, CPU, examples=30, seed=9, largest=60)
+    assert torch["examples"] == alone.examples == 30
     assert torch["coverage"] == dict(alone.coverage)
     line = next(line for line in err.splitlines() if "unwritten" in line)
     assert line.endswith(f"; jetfire-fuzz --reproduce {failure['id']}" + interpreter())
@@ -367,22 +369,15 @@ def test_a_killed_run_leaves_what_its_jobs_had_done_by_then(tmp_path):
         str(tmp_path / "o"),
     ]
     (tmp_path / "o").write_text('{"finished": true}')  # of a run before
-    with open(tmp_path / "said", "w") as said:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "jetfire.cli", "fuzz", *words],
-            stdout=said,
-            stderr=said,
-            env={**os.environ, "TMPDIR": str(tmp_path)},  # its jobs' folder stays
-        )
+    child = forked.Command("fuzz", words, TMPDIR=str(tmp_path))  # its jobs' folder stays
     try:
         end = time.monotonic() + 300
         while not all(examples := counts(tmp_path / "o")):
-            assert child.poll() is None, (tmp_path / "said").read_text()
+            assert child.runs(), child.said()
             assert time.monotonic() < end
             time.sleep(0.05)
     finally:
         child.kill()
-        child.wait()
     _, slow = examples
     assert 0 < slow < 25
     summary = json.loads((tmp_path / "o").read_text())

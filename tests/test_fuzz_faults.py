@@ -14,6 +14,7 @@ from jetfire.core.errors import UsageError
 from jetfire.fuzz import InProcess, Isolated, fuzz_kernel
 from jetfire.fuzz.example import Mode
 from jetfire.fuzz.worker import serve
+from jetfire.tests import forked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -71,6 +72,7 @@ class Knowing(Isolated):
     [("aborts", "crash", "about to end"), ("hangs", "timeout", "no answer in 1 s")],
 )
 def test_a_worker_that_ends_or_hangs_is_the_case_s(name, kind, said, monkeypatch):
+    forked.fork_workers(monkeypatch)
     monkeypatch.setattr("jetfire.fuzz.search.SHRINK_S", 0.0)  # every failure starts a worker
     with contextlib.closing(Knowing(CPU)) as executor:
         failure = found(name, executor, examples=100)

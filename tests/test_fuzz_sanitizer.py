@@ -29,6 +29,7 @@ from jetfire.fuzz import (
 from jetfire.fuzz.draw import FuzzExtent
 from jetfire.fuzz.example import Mode
 from jetfire.fuzz.run import run_case
+from jetfire.tests import forked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAULTS = Path(__file__).parent / "faults" / "fuzzed.py"
@@ -331,6 +332,7 @@ def asserting(tmp_path, monkeypatch, unload):
     for name in (INSTRUMENTATION, "TRITON_CACHE_DIR"):  # which consan sets, here to be undone
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    forked.fork_workers(monkeypatch)
     file = tmp_path / "asserting.py"
     file.write_text(ASSERTING)
     loaded.add([file])

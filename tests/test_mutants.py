@@ -14,6 +14,7 @@ from jetfire.core.device import Device
 from jetfire.fuzz import InProcess, Isolated, fuzz_kernel, store
 from jetfire.fuzz.run import run_case
 from jetfire.fuzz.simplify import simplify
+from jetfire.tests import forked
 from jetfire.tests.mutants.build import MovedOnError, build
 from jetfire.tests.mutants.planted import ALL, ANYWHERE, ON_A_GPU, ON_THE_CPU
 
@@ -103,6 +104,7 @@ def test_found_on_a_gpu(mutant, plant, quick):
 def test_found_by_the_command(name, plant, quick, tmp_path, monkeypatch, capsys):
     """Lines, files, and the exit code of a wrong result; again when a case is run again."""
     monkeypatch.setenv("JETFIRE_FUZZ", str(tmp_path / "fuzz"))
+    forked.fork_workers(monkeypatch)
     mutant = next(mutant for mutant in ALL if mutant.name == name)
     where = [] if torch.cuda.is_available() and mutant in ANYWHERE else ["--interpreter"]
     load_it = ["--load", str(plant(mutant)), *where]

@@ -1288,8 +1288,13 @@ def test_ops_and_blocks_narrow_what_is_shipped(shipped_cases):
 
 SERVER = """
 import contextlib, io, json, os, sys
+import pytest
 from jetfire import cli
 from jetfire.core import profiles
+from jetfire.tests import forked
+from jetfire.tuner import worker
+forked.fork_workers(pytest.MonkeyPatch())
+worker.MOST_ROUNDS = 50  # of its forked workers: an interpreted kernel's noise stays
 for line in sys.stdin:
     words, environment = json.loads(line)
     os.environ.update(environment)
@@ -1310,7 +1315,7 @@ def serving():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     try:
         yield process

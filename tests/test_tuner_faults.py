@@ -35,6 +35,7 @@ from jetfire.core import profiles, registry  # noqa: E402
 from jetfire.core.device import Device  # noqa: E402
 from jetfire.core.errors import WrongResultError  # noqa: E402
 from jetfire.core.processes import Worker  # noqa: E402
+from jetfire.tests import forked  # noqa: E402
 from jetfire.tuner import device as device_module  # noqa: E402
 from jetfire.tuner import session as session_module  # noqa: E402
 from jetfire.tuner import worker as workers_module  # noqa: E402
@@ -47,6 +48,7 @@ from jetfire.tuner.study import Identity, StorageError, Study  # noqa: E402
 from jetfire.tuner.trial import Measurement, RunnerError  # noqa: E402
 from jetfire.tuner.worker import Job  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OP = registry.get("transpose")
 PROBLEM = OP.Problem(m=32, n=32, block=32)
 CPU = Device.parse("cpu")
@@ -76,8 +78,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
     monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setitem(registry.kernels("transpose"), "faulty", faulty.KERNEL)
     monkeypatch.setitem(registry.kernels("transpose"), "faulty_cuda", faulty.KERNEL_CUDA)
+    forked.fork_workers(monkeypatch)
     profiles.forget()
     yield tmp_path
     profiles.forget()
@@ -88,28 +92,37 @@ def journal(tmp_path):
     return tmp_path / "kept" / "study.journal"
 
 
-def start(*arguments, **environment):
-    """The command in a process group of its own, as a terminal would start it."""
-    limits = environment.pop("preexec_fn", None)
-    return subprocess.Popen(
-        [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **environment},
-        preexec_fn=limits,
-    )
+def start(*arguments, **options):
+    """The command in a process group of its own, forked, as are its workers."""
+    return forked.Command("tune", [*COMMON, *arguments], **options)
 
 
 def end(process):
     """Exit code and lines on stderr."""
-    try:
-        _, errors = process.communicate(timeout=LONG)
-    finally:
-        process.kill()
+    code, _, errors = process.end(LONG)
     assert "Traceback" not in errors, errors
-    return process.returncode, errors.splitlines()
+    return code, errors.splitlines()
+
+
+class Spawned:
+    """The command, started by Python as a terminal would start it; it spawns its workers."""
+
+    def __init__(self, *arguments):
+        self._process = subprocess.Popen(
+            [sys.executable, str(FAULTS / "run.py"), *COMMON, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def end(self, limit_s):
+        try:
+            out, errors = self._process.communicate(timeout=limit_s)
+        finally:
+            self._process.kill()
+        return self._process.returncode, out, errors
 
 
 def tune(capsys, *arguments):
@@ -164,7 +177,7 @@ def measured(journal):
 
 TYPED = {
     "none": ("ok", ""),
-    "hang": ("timeout", "took over 5 s to check and time"),
+    "hang": ("timeout", "took over 3 s to check and time"),
     "segfault": ("crash", "signal 11\nthe kernel's last words\nFatal Python error: Segmentation"),
     "exit": ("crash", "worker ended by exit code 7"),
     "raise": ("crash", "RuntimeError: first line\nsecond line"),
@@ -182,7 +195,7 @@ def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
         "--space=ms=1",
         "--space=tile=1,13",
         "--trial-timeout",
-        "5s",
+        "3s",
     )
     code, _, errors = tune(capsys, *fields, "--storage", journal)
     assert code == 0, errors[-3:]
@@ -202,6 +215,14 @@ def test_a_fault_costs_one_trial(capsys, tmp_path, journal):
     assert code == 0, errors[-3:]
     assert "tuned already, 10 trials" in errors[-1]
     assert len(outcomes(journal)) == len(TYPED)
+
+
+def test_a_spawned_worker_s_last_words_are_kept_too(monkeypatch):
+    monkeypatch.undo()  # what forks it
+    with runner_on(trial_s=LONG) as runner:
+        (found,) = measure(runner, FaultyConfig("segfault"))
+    outcome, message = TYPED["segfault"]
+    assert (found.outcome, message in found.message) == (outcome, True), found
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raise"])
@@ -301,7 +322,7 @@ def test_several_devices_measure_at_once():
     with contextlib.closing(DeviceRunner([CPU, CPU], LONG)) as runner:
         runner.begin(Job(OP, faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
         for number in range(3):
-            runner.submit(number, FaultyConfig(ms=100, tile=number + 1))
+            runner.submit(number, FaultyConfig(ms=30, tile=number + 1))
         tasks = [seat.task for seat in runner._measuring]
         assert [task.number for task in tasks if task] == [0, 1]
         assert len({seat.worker._process.pid for seat in runner._measuring}) == 2
@@ -369,7 +390,7 @@ def limited():
 
 def test_a_full_disk(tmp_path, journal):
     arguments = (*GOOD, "--space=ms=1,2", "--trials", 30, "--storage", journal)
-    code, errors = end(start(*arguments, preexec_fn=limited))
+    code, errors = end(start(*arguments, before=limited))
     assert code == 2
     assert errors[-1] == f"jetfire: cannot use study {journal}: File too large"
     assert len(entries(tmp_path)) == 1
@@ -525,12 +546,12 @@ def test_an_unwritable_log_is_named(journal, monkeypatch, tmp_path):
 @pytest.mark.parametrize("database", [False, True], ids=["journal", "sqlite"])
 def test_two_tuners_of_one_study(tmp_path, journal, database):
     url = f"sqlite:///{tmp_path}/study.db" if database else journal
-    arguments = (*GOOD, "--space=ms=30", "--trials", 16, "--storage", url)
+    arguments = (*GOOD, "--space=ms=30", "--trials", 12, "--storage", url)
     pair = [start(*arguments) for _ in range(2)]
     results = [end(process) for process in pair]
     assert [code for code, _ in results] == [0, 0], results
     storage = optuna.storages.RDBStorage(url) if database else journal
-    assert 16 <= len(outcomes(storage)) <= 17  # each may have begun the last one
+    assert 12 <= len(outcomes(storage)) <= 13  # each may have begun the last one
     assert running(storage) == []
     assert len({t.user_attrs["owner"] for t in trials(storage)}) == 2
     assert len(entries(tmp_path)) == 1
@@ -575,17 +596,16 @@ def gone(pid):
 
 def test_kill_9_at_any_instant(tmp_path, journal):
     rng = random.Random(4)
-    arguments = (*GOOD, "--space=ms=30", "--trials", 20, "--storage", journal)
+    arguments = (*GOOD, "--space=ms=30", "--trials", 14, "--storage", journal)
     finished = {}
     for i in range(6):
         process = start(*arguments)
         if i % 3:  # else at any time from its start on
             more = measured(journal) + i % 3
             until(lambda more=more: measured(journal) >= more)
-        time.sleep(rng.uniform(0.0, 2.5 if i % 3 == 0 else 0.5))
+        time.sleep(rng.uniform(0.0, 0.35))
         workers = children(process.pid)
         process.kill()
-        process.communicate()
         until(lambda pids=workers: all(gone(pid) for pid in pids))
         if not journal.exists():
             continue
@@ -597,12 +617,12 @@ def test_kill_9_at_any_instant(tmp_path, journal):
         finished = now
         assert not list((tmp_path / "tmp").iterdir())
         assert not list(tmp_path.rglob("*.tmp"))
-    assert 0 < len(finished) < 20
+    assert 0 < len(finished) < 14
     code, errors = end(start(*arguments))
     assert code == 0, errors[-3:]
     after = outcomes(journal)
     assert finished.items() <= after.items()
-    assert len(after) == 20
+    assert len(after) == 14
     assert running(journal) == []
     assert len(entries(tmp_path)) == 1
 
@@ -623,9 +643,13 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     assert found["tuned"] >= 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_an_interrupted_search_saves_the_best(tmp_path, journal, number):
-    process = start(*GOOD, "--space=ms=3,60", "--trials", 70, "--storage", journal)
+@pytest.mark.parametrize(
+    ("number", "started"),
+    [(signal.SIGINT, Spawned), (signal.SIGTERM, start)],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_an_interrupted_search_saves_the_best(tmp_path, journal, number, started):
+    process = started(*GOOD, "--space=ms=3,60", "--trials", 70, "--storage", journal)
     until(lambda: measured(journal) >= 6)
     os.killpg(process.pid, number)
     code, errors = end(process)
@@ -678,7 +702,7 @@ def test_an_interrupt_does_not_wait_for_a_hanging_config(journal):
 
 
 def test_an_interrupt_while_the_first_worker_starts(journal):
-    process = start(*GOOD, "--space=ms=1", "--storage", journal)
+    process = Spawned(*GOOD, "--space=ms=1", "--storage", journal)
     until(lambda: len(children(process.pid)) > 1)  # multiprocessing's own and the worker
     os.killpg(process.pid, signal.SIGINT)
     code, errors = end(process)
