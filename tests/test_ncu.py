@@ -21,6 +21,7 @@ from jetfire.measure.results import Results, Row
 from jetfire.report import counters as shown
 from jetfire.report import show
 from jetfire.report.documents import BEGIN, END
+from jetfire.tests import forked
 from jetfire.tests.fakes import ncu as fake
 from jetfire.tests.hostile import few
 
@@ -172,7 +173,7 @@ def test_metrics_are_those_that_ncu_lists():
 
 
 def test_a_kernel_is_counted(ncu_on_path):
-    begun = Ncu._tried("cpu")
+    begun = tried("wide")
     assert set(begun.metrics) >= set(ALL)
     found = begun.count(CASE, "torch", {}, 0, "normal")
     assert found["dram_of_counted"] == pytest.approx(2_500_000 / QUANTIZE.bytes(CASE.problem))
@@ -322,11 +323,13 @@ TUNE = ("transpose", "--kernel", "triton", "--m", "32", "--block", "32", "--devi
 TUNE += ("--peer", "none", "--trials", "2", "--budget", "60s", "--profile", "ncu")
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="tunes on the CPU")
 def test_tune_counts_winner_and_default(ncu_on_path, capsys, tmp_path, monkeypatch):
     pytest.importorskip("plotly")
     monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
+    forked.fork_workers(monkeypatch)
     page = tmp_path / "t.html"
     assert execute("tune", [*TUNE, "--json", "--report", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -338,6 +341,7 @@ def test_tune_counts_winner_and_default(ncu_on_path, capsys, tmp_path, monkeypat
     assert "Why is it fast" in text
     assert "stalls-data" in text
     # Once more: nothing is searched, and the winner of before is counted.
+    monkeypatch.setenv("FAKE_NCU", "idle")
     assert execute("tune", list(TUNE)) == 0
     out, err = capsys.readouterr()
     assert "tuned already" in err
