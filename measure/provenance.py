@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from functools import cache
 
 from jetfire import __version__
 from jetfire.core.device import Device
@@ -11,7 +13,8 @@ from jetfire.core.profiles import Provenance
 from jetfire.measure.timer import VERSION
 
 
-def software() -> dict[str, str | None]:
+@cache  # a package's metadata takes 0.7 ms to read, and a study is named for each of its trials
+def software() -> Mapping[str, str | None]:
     """Return the versions of ``cuda``, ``torch`` and ``triton``, which compile kernels."""
     from importlib import metadata
 
