@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ def modules():
 FILES = dict(modules())
 
 
+@cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
 def names_typing(test):
     return "TYPE_CHECKING" in ast.dump(test)
 
@@ -68,9 +74,10 @@ def imported(tree):
         yield from imported(node)
 
 
+@cache
 def graph():
     return {
-        name: {other for other in imported(ast.parse(path.read_text())) if other in FILES} - {name}
+        name: {other for other in imported(tree(path)) if other in FILES} - {name}
         for name, path in FILES.items()
     }
 
@@ -235,7 +242,7 @@ def every_import(tree):
 def test_no_op_s_name_stands_outside_its_own_files():
     found = {}
     for path in FILES.values():
-        others = named(ast.parse(path.read_text())) - {own(path)}
+        others = named(tree(path)) - {own(path)}
         if others:
             found[str(path.relative_to(ROOT))] = others
     allowed = {file: set(names) for file, names in NAMED.items()}
@@ -257,7 +264,7 @@ def homes(trees):
 
 
 def test_no_two_classes_have_one_name():
-    found = homes({module: ast.parse(path.read_text()) for module, path in FILES.items()})
+    found = homes({module: tree(path) for module, path in FILES.items()})
     assert {"Quantized", "TimedOutError"} <= found.keys()
     assert {name: sorted(where) for name, where in found.items() if len(where) > 1} == {}
 
