@@ -1,7 +1,6 @@
 """Whether the processes of a job launch kernels of the same bits: two, with a folder each."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,26 +19,39 @@ RUNS = RUNS.replace("    never_empty", '    same_bits_over = "runs"\n    never_e
 A, B = "a" * 64, "b" * 64
 
 
-@pytest.fixture
-def told(tmp_path, monkeypatch):
-    """What two processes say, each with a profile of so many rows per call and such a digest."""
+# Of each the op, and the rows per call and the digest in each process's profile.
+CASES = {
+    "other configs": (RUNS, ((16, ""), (64, ""))),
+    "other digests": (RUNS, ((16, A), (16, B))),
+    "one digest": (RUNS, ((16, A), (64, A))),
+    "one result": (RUNS.replace('"runs"', '"configs"'), ((16, ""), (64, ""))),
+}
 
-    def run(text, *of_ranks):
-        (tmp_path / "own.py").write_text(text)
-        monkeypatch.setenv("JETFIRE_LOAD", str(tmp_path / "own.py"))
-        started = []
-        for rank, profile in enumerate(of_ranks):
-            environment = {**os.environ, "JETFIRE_PROFILES": str(tmp_path / f"{rank}")}
-            words = [sys.executable, SCRIPT, rank, tmp_path, *profile]
-            started.append(subprocess.Popen([*map(str, words)], env=environment))
-        assert [one.wait(timeout=300) for one in started] == [0, 0]
-        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
-    return run
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What two processes say in each case."""
+    home = tmp_path_factory.mktemp("agreement")
+    for name, (text, _) in CASES.items():
+        (home / name).mkdir()
+        (home / name / "own.py").write_text(text)
+    profiles = {name: of_ranks for name, (_, of_ranks) in CASES.items()}
+    (home / "cases.json").write_text(json.dumps(profiles))
+    words = [sys.executable, str(SCRIPT)]
+    started = [subprocess.Popen([*words, str(rank), str(home)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=600) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    return {
+        name: [json.loads((home / name / f"{rank}.json").read_text()) for rank in range(2)]
+        for name in CASES
+    }
 
 
 def test_processes_of_other_configs(told):
-    first, second = told(RUNS, (16, ""), (64, ""))
+    first, second = told["other configs"]
     (line,) = first["warned"]
     assert line == (
         "results may differ in bits: row_logsumexp (m=64 n=8): "
@@ -51,23 +63,16 @@ def test_processes_of_other_configs(told):
 
 
 def test_processes_of_other_digests(told):
-    first, second = told(RUNS, (16, A), (16, B))
+    first, second = told["other digests"]
     (line,) = first["warned"]
     assert f"rows=16 on {CPU.label} (digest aaaaaaaa) in rank 0, " in line
     assert f"rows=16 on {CPU.label} (digest bbbbbbbb) in rank 1: " in line
     assert first["refused"] == second["refused"] == line
 
 
-@pytest.mark.parametrize(
-    ("text", "of_ranks"),
-    [
-        (RUNS, ((16, A), (64, A))),
-        (RUNS.replace('"runs"', '"configs"'), ((16, ""), (64, ""))),
-    ],
-    ids=["digest", "op"],
-)
-def test_processes_of_other_configs_that_give_the_same_bits(text, of_ranks, told):
-    assert told(text, *of_ranks) == [{"warned": [], "refused": ""}] * 2
+@pytest.mark.parametrize("name", ["one digest", "one result"])
+def test_processes_of_other_configs_that_give_the_same_bits(name, told):
+    assert told[name] == [{"warned": [], "refused": ""}] * 2
 
 
 def launched(*of_ranks):
