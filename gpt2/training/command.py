@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,9 +16,8 @@ from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.terminal import note
-from jetfire.gpt2.data import corpora, prepare, tokenizers
+from jetfire.gpt2.data import tokenizers
 from jetfire.gpt2.data import tokens as data
-from jetfire.gpt2.data.prepared import META
 from jetfire.gpt2.model import sample as sampling
 from jetfire.gpt2.model import weights
 from jetfire.gpt2.model.families import model_of
@@ -37,57 +32,11 @@ from jetfire.gpt2.training.loggers import Logger
 from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.options import TrainOptions, no_run
 from jetfire.gpt2.training.parallel import Group
+from jetfire.gpt2.training.prelude import Stop, prepared_data
 from jetfire.gpt2.training.runs import TOKENIZER, Run, opened
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import autocast
 from jetfire.report.text import plural
-
-
-class Stop:
-    """Ctrl-C and SIGTERM stop a run after the step under way; a second one ends it at once."""
-
-    def __init__(self, silent: bool = False) -> None:
-        self.asked, self.silent = False, silent
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        if not self.silent:
-            note("stopping after this step; again to stop at once")
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(number, self._ask) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-
-
-def prepared_data(settings: Settings) -> Path:
-    """Return the folder of a run's tokens; text is prepared on first use, into the cache.
-
-    Raises:
-        UsageError: there is no such data.
-    """
-    folder = Path(settings.data)
-    if not (folder / META).exists():
-        chosen = None if settings.tokenizer == "auto" else settings.tokenizer
-        output = None
-        if settings.data not in corpora.NAMED:
-            digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
-            output = prepare.cache() / f"{folder.stem[:100]}-{digest}-{settings.tokenizer}"
-        folder = prepare.prepare(settings.data, chosen, output, show=True)
-    return folder
 
 
 def _tokens(settings: Settings, folder: Path, group: Group) -> data.Tokens:

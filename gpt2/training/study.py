@@ -24,6 +24,7 @@ from jetfire.gpt2.data import prepared
 from jetfire.gpt2.training import arms, log, options, study_record
 from jetfire.gpt2.training.arms import Arm
 from jetfire.gpt2.training.options import TrainOptions
+from jetfire.gpt2.training.prelude import Stop, prepared_data
 from jetfire.gpt2.training.settings import SETTINGS, Settings, split
 from jetfire.gpt2.training.study_record import StudyRecord, StudyRun
 from jetfire.report import output
@@ -202,8 +203,6 @@ def _check_asked(asked: StudyOptions, runs: Sequence[StudyRun]) -> None:
 
 def _check_data(settings: Settings, runs: Sequence[StudyRun]) -> None:
     """Prepare the tokens, once for all runs, and warn where some are read again."""
-    from jetfire.gpt2.training.command import prepared_data
-
     folder = prepared_data(settings)
     meta = prepared.read_meta(folder)
     for run in runs:
@@ -340,8 +339,6 @@ class Workers:
 
     def run(self, pairs: Sequence[tuple[Arm, int]]) -> None:
         """Do all runs, or those that are under way until Ctrl-C stops them."""
-        from jetfire.gpt2.training.command import Stop
-
         gpus = places(self.asked.device)
         jobs = min(self.asked.jobs or len(gpus), len(pairs))
         free = deque(gpus[number % len(gpus)] for number in range(jobs))
