@@ -23,25 +23,39 @@ SETTINGS = (
 )
 
 
-def test_a_storm_of_kills_loses_nothing(tmp_path):
-    """A few of what `tests/processes/kills.py` does a hundred times."""
-    words = [sys.executable, str(STORM), "--kills", "4", "--pairs", "1", "--folder", str(tmp_path)]
+KINDS = ("trainers", "preparations", "exports")
+IN_8_BITS = "trainers:int8-block32:optimizer=adamw8,weights="
+
+
+@pytest.fixture(scope="module")
+def storms(tmp_path_factory):
+    """A few of the kills that `tests/processes/kills.py` does a hundred of, and what it said."""
+    folder = tmp_path_factory.mktemp("storms")
+    words = [sys.executable, str(STORM), "--kills", "4", "--pairs", "1", "--folder", str(folder)]
+    words += ["--storms", *KINDS, f"{IN_8_BITS}fp32", f"{IN_8_BITS}bf16"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("did what undisturbed ones do") == 3
+    return folder, ended.stdout
+
+
+def survived(said, storm):
+    """Whether a line says that a storm's runs did what undisturbed ones do."""
+    lines = [line for line in said.splitlines() if line.startswith(f"{storm}: ")]
+    return ["did what undisturbed ones do" in line for line in lines] == [True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_storm_of_kills_loses_nothing(kind, storms):
+    assert survived(storms[1], kind)
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_storm_of_kills_loses_no_moment_in_8_bits(weights, tmp_path):
+def test_a_storm_of_kills_loses_no_moment_in_8_bits(weights, storms):
     """Nor a weight in bf16, nor what it would have been rounded by. FC2's weight has codes."""
-    words = [sys.executable, str(STORM), "--kinds", "trainers", "--kills", "4", "--pairs", "0"]
-    words += ["--recipe", "int8-block32", "--set", f"optimizer=adamw8,weights={weights}"]
-    ended = subprocess.run(
-        [*words, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("did what undisturbed ones do") == 1
-    (saved,) = tmp_path.glob("trainers/undisturbed/checkpoints/step-00000012")
+    folder, said = storms
+    storm = f"{IN_8_BITS}{weights}"
+    assert survived(said, storm)
+    saved = folder / storm / "undisturbed" / "checkpoints" / "step-00000012"
     moment = load_file(saved / checkpoint.OPTIMIZER)["blocks.0.contract.weight/exp_avg"]
     weight = load_file(saved / checkpoint.MODEL)["blocks.0.contract.weight"]
     assert moment.dtype == torch.int8

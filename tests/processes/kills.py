@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import select
 import shutil
 import signal
 import sys
@@ -60,12 +61,10 @@ class Child:
 
     def killed_after(self, seconds: float) -> int | None:
         """As `end`, once it was killed if it still ran then."""
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
-            time.sleep(0.0005)
-        else:
+        descriptor = os.pidfd_open(self.pid)
+        ended, _, _ = select.select([descriptor], [], [], max(0.0, seconds))
+        os.close(descriptor)
+        if not ended:
             os.kill(self.pid, signal.SIGKILL)
         return self.end()
 
@@ -111,7 +110,10 @@ class Storm:
     def kill(self, pair: bool) -> None:
         """Kill the command once, or two of them; one that ends first is no kill."""
         children = [self.start(name) for name in (("one", "other") if pair else ("one",))]
-        moments = sorted(self.random.uniform(0, 1.1 * self.seconds) for _ in children)
+        seconds = 1.1 * self.seconds
+        if pair and self.random.random() < 0.5:
+            seconds /= 10  # while the one that is to be refused still runs
+        moments = sorted(self.random.uniform(0, seconds) for _ in children)
         begin = time.monotonic()
         codes = [
             child.killed_after(begin + moment - time.monotonic())
@@ -311,49 +313,48 @@ class Exports(Storm):
         assert not list(self.out.glob(".*.part"))
 
 
-KINDS: dict[str, Callable[[Path, random.Random, str], Storm]] = {
+KINDS: dict[str, Callable[[Path, random.Random, str, str], Storm]] = {
     "trainers": Trainers,
     "preparations": Preparations,
     "exports": Exports,
 }
 
 
-def storm(
-    name: str, folder: Path, kills: int, pairs: int, seed: int, recipe: str, more: str = ""
-) -> str:
-    """Kill a kind of command so often, of that so many pairs; gives what came of it in a line.
+def storm(given: str, folder: Path, kills: int, pairs: int, seed: int) -> str:
+    """Kill commands so often, of that so many pairs; gives what came of it in a line.
+
+    Args:
+        given: KIND, or KIND:RECIPE:SETTINGS with those of its runs. The folder made is named so.
 
     Raises:
         AssertionError: something was lost.
     """
-    one = KINDS[name](folder / name, random.Random(f"{seed} {name}"), recipe, more)
+    name, recipe, more = given.split(":") if ":" in given else (given, "bf16", "")
+    one = KINDS[name](folder / given, random.Random(f"{seed} {given}"), recipe, more)
     while one.pairs < pairs:
         one.kill(pair=True)
     while one.kills < kills:
         one.kill(pair=False)
     one.finish()
     return (
-        f"{name}: {one.kills} kills, of them {one.pairs} of two at once; {one.ended} came to their "
-        f"end and did what undisturbed ones do"
+        f"{given}: {one.kills} kills, of them {one.pairs} of two at once; {one.ended} came to "
+        "their end and did what undisturbed ones do"
     )
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--kills", type=int, default=100, help="of each kind")
-    parser.add_argument("--pairs", type=int, default=10, help="of each kind, two at once")
+    storms = "of KIND or KIND:RECIPE:SETTINGS, kinds " + ", ".join(KINDS)
+    parser.add_argument("--storms", nargs="+", default=list(KINDS), help=storms)
+    parser.add_argument("--kills", type=int, default=100, help="in each storm")
+    parser.add_argument("--pairs", type=int, default=10, help="in each storm, two at once")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recipe", default="bf16")
-    parser.add_argument("--set", default="", dest="more", help="further settings of the runs")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
-    for name in given.kinds:
-        how = given.kills, given.pairs, given.seed, given.recipe, given.more
-        said = storm(name, given.folder, *how)
-        print(said, flush=True)
+    for one in given.storms:
+        print(storm(one, given.folder, given.kills, given.pairs, given.seed), flush=True)
     return 0
 
 
