@@ -28,7 +28,7 @@ from jetfire.gpt2.training.runs import TrainOptions, opened
 from jetfire.gpt2.training.settings import make
 
 SHARED = (
-    "layers=2,heads=2,width=32,context=16,batch=4,steps=8,warmup=2,evaluate_every=4,"
+    "layers=2,heads=2,width=32,context=16,batch=4,steps=6,warmup=2,evaluate_every=4,"
     "evaluate_batches=3,checkpoint_every=4,keep=3,graph=false"
 )
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -196,7 +196,7 @@ def test_two_processes_train_as_one(how, one, runs):
     assert evaluations == pytest.approx(losses(runs / one, "evaluation"), rel=near)
     assert losses(runs / how)[-1] < losses(runs / how)[0] - 0.3
     ours, theirs = (
-        load_file(runs / name / "checkpoints" / "step-00000008" / "model.safetensors")
+        load_file(runs / name / "checkpoints" / "step-00000006" / "model.safetensors")
         for name in (how, one)
     )
     assert ours.keys() == theirs.keys()
@@ -255,7 +255,7 @@ def test_moments_in_8_bits_of_two_processes_are_those_of_one(how, runs):
     assert losses(ours)[-1] < losses(ours)[0] - 0.3
     assert losses(ours) != losses(runs / f"{how}-int8")
     mine, its = (
-        load_file(run / "checkpoints" / "step-00000008" / "optimizer.safetensors")
+        load_file(run / "checkpoints" / "step-00000006" / "optimizer.safetensors")
         for run in (ours, theirs)
     )
     assert mine.keys() == its.keys()
@@ -273,7 +273,7 @@ def test_weights_in_bf16_of_two_processes_are_alike(how, runs):
     """Else a run that goes on from the first one's would not repeat what both did."""
     ours = runs / f"{how}-narrow"
     assert losses(ours) == pytest.approx(losses(runs / "ddp-adamw8"), rel=2e-2)
-    kept = load_file(ours / "checkpoints" / "step-00000008" / "model.safetensors")
+    kept = load_file(ours / "checkpoints" / "step-00000006" / "model.safetensors")
     assert kept["blocks.0.contract.weight"].dtype == torch.bfloat16
 
 
@@ -352,7 +352,7 @@ def test_the_first_process_alone_speaks(runs):
     assert "; 256 tokens per step" in first["err"]
     assert second["out"] == second["err"] == ""
     assert log.read(runs / "ddp")[0]["device"]["processes"] == 2
-    assert [r["step"] for r in log.read(runs / "ddp") if r["kind"] == "step"] == [*range(1, 9)]
+    assert [r["step"] for r in log.read(runs / "ddp") if r["kind"] == "step"] == [*range(1, 7)]
 
 
 @pytest.mark.parametrize("how", ["ddp", "ddp-graph", "fsdp"])

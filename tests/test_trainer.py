@@ -26,7 +26,6 @@ from jetfire.tests.processes import hugging_face as toy  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = Path(toy.__file__)
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # Which otherwise launches two processes on a CPU by mpirun.
 ACCELERATE = [
     "accelerate.commands.launch",
@@ -210,15 +209,17 @@ def test_pushes_what_loads(tmp_path, monkeypatch):
 # Two processes
 
 
-def two(launcher, what, folder):
-    """The losses that two processes write."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The losses that two processes write, by what trains and how."""
+    file = tmp_path_factory.mktemp("parallel") / "losses.json"
     subprocess.run(
-        [sys.executable, "-m", *launcher, str(SCRIPT), what, str(folder / "losses.json")],
+        [sys.executable, "-m", *ACCELERATE, str(SCRIPT), "parallel", str(file)],
         check=True,
         timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    return json.loads((folder / "losses.json").read_text())
+    return json.loads(file.read_text())
 
 
 def near(losses, recipe):
@@ -226,16 +227,15 @@ def near(losses, recipe):
     return pytest.approx(losses, abs={"bf16": 1e-3, "int8": 0.05, "int4-hq-lss": 0.2}[recipe])
 
 
-def test_two_processes_of_a_trainer_train_as_one(tmp_path):
-    found = two(ACCELERATE, "trainer", tmp_path)
+def test_two_processes_of_a_trainer_train_as_one(tmp_path, found):
     for recipe in toy.TRAINER:
         alone = toy.of_trainer(tmp_path, recipe, 1)
         assert alone[-1] < alone[0] - 0.5
-        assert found[recipe] == near(alone, recipe)
+        assert found["trainer"][recipe] == near(alone, recipe)
 
 
-def test_two_processes_of_an_accelerator_train_as_one(tmp_path):
-    found = two(TORCHRUN, "accelerator", tmp_path)
+def test_two_processes_of_an_accelerator_train_as_one(found):
+    found = found["accelerator"]
     for name, (recipe, _, adapters) in toy.ACCELERATOR.items():
         alone = toy.with_accelerate(recipe, False, adapters)
         assert alone[-1] < alone[0] - (0.02 if adapters else 0.5)

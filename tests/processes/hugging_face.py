@@ -19,7 +19,7 @@ from jetfire.nn import convert
 from jetfire.tests.processes.leaving import leave
 
 VOCABULARY, LENGTH, WIDTH = 96, 16, 32
-STEPS, SAVED, KILLED = 200, 80, 130
+STEPS, SAVED, KILLED = 60, 25, 40
 END = {"bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -121,7 +121,7 @@ class Killer(TrainerCallback):
 
 
 def long_run(folder: Path) -> Trainer:
-    """Return the run that is killed: 200 steps with dropout, a checkpoint every 80."""
+    """Return the run that is killed: of STEPS with dropout, a checkpoint every SAVED."""
     saved = {"save_strategy": "steps", "save_steps": SAVED}
     options = {"dropout": 0.1, "per_device_train_batch_size": 4, **saved}
     return trainer(folder, "gpt2", "int8", STEPS, **options)
@@ -187,17 +187,14 @@ def of_trainer(folder: Path, recipe: str, processes: int) -> list[float]:
     return losses(run)
 
 
-def write(file: Path, found: dict[str, list[float]]) -> None:
+def parallel(file: Path) -> None:
+    """Write the losses of all that two processes are to do as one."""
+    found = {
+        "trainer": {name: of_trainer(file.parent / name, name, 2) for name in TRAINER},
+        "accelerator": {name: with_accelerate(*how) for name, how in ACCELERATOR.items()},
+    }
     if os.environ["RANK"] == "0":
         file.write_text(json.dumps(found))
-
-
-def of_trainers(file: Path) -> None:
-    write(file, {recipe: of_trainer(file.parent / recipe, recipe, 2) for recipe in TRAINER})
-
-
-def of_accelerators(file: Path) -> None:
-    write(file, {name: with_accelerate(*how) for name, how in ACCELERATOR.items()})
 
 
 def killed(folder: Path) -> None:
@@ -208,10 +205,6 @@ def killed(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    modes: dict[str, Callable[[Path], None]] = {
-        "killed": killed,
-        "trainer": of_trainers,
-        "accelerator": of_accelerators,
-    }
+    modes: dict[str, Callable[[Path], None]] = {"killed": killed, "parallel": parallel}
     modes[sys.argv[1]](Path(sys.argv[2]))
     leave()

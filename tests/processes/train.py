@@ -123,7 +123,7 @@ def runs_of(name: str, how: str, more: str) -> None:
 def all_runs() -> None:
     for how in ("ddp", "fsdp"):
         runs_of(how, how, "accumulate=2")
-        begin(f"{how}-int4", how, "int4-hq-lss")
+        begin(f"{how}-int4", how, "int4-hq-lss", "accumulate=1")
         resume(f"{how}-int4-again", f"{how}-int4", how)
         begin(f"{how}-adamw8", how, "int8-block32", "accumulate=2,optimizer=adamw8")
         resume(f"{how}-adamw8-again", f"{how}-adamw8", how)
@@ -134,7 +134,7 @@ def all_runs() -> None:
     with graphs():
         begin("ddp-graph-narrow", "ddp", "int8-block32", f"{narrow},graph=true")
         runs_of("ddp-graph", "ddp", "accumulate=2,graph=true")
-        begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=2,graph=true")
+        begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=1,graph=true")
         begin("ddp-graph-llama-int8", "ddp", "int8-block32", f"{LLAMA},head=32,graph=true")
     for how in ("ddp", "fsdp"):
         begin(f"{how}-llama", how, "bf16", LLAMA)
@@ -150,8 +150,9 @@ def all_runs() -> None:
     begin("watch", "fsdp", "int8", "watch=2")
     resume("ddp-to-none", "ddp", "none")
     differ("layernorm")
-    begin("differing", "ddp", "int8-block32")
-    begin("differing-strict", "ddp", "int8-block32", "accumulate=2,deterministic=true")
+    two_steps = "accumulate=1,steps=2,warmup=1"
+    begin("differing", "ddp", "int8-block32", two_steps)
+    begin("differing-strict", "ddp", "int8-block32", f"{two_steps},deterministic=true")
 
 
 # A process joins once: the store in which processes find each other keeps the first addresses.
