@@ -254,7 +254,7 @@ def test_the_same_step_under_torch_compile(monkeypatch):
 @pytest.mark.parametrize(("name", "causal"), [("compile", False), ("compile_causal", True)])
 @pytest.mark.parametrize(("word", "sizes"), [("hf:llama-8x2048", GQA), ("hf:gpt2-350m", TINY)])
 def test_a_peer_attends_as_fused_models_do(word, sizes, name, causal):
-    case = bench.case_of(word, words(sizes), ["int8"], CPU)
+    case = bench.case_of(word, words({**sizes, "layers": "1"}), ["int8"], CPU)
     made, plain = (ModelSubject(case, one, HERE, 0) for one in (name, "eager"))
     graphs = compiled(made.model)
     made.forward = made.model
@@ -267,7 +267,7 @@ def test_a_peer_attends_as_fused_models_do(word, sizes, name, causal):
 def test_adapters_attend_as_fused_models_do(word, sizes):
     """A peer as well, so that INT8's own gain shows."""
     pytest.importorskip("peft")
-    case = bench.case_of(word, words({**sizes, "adapters": "4"}), ["int8"], CPU)
+    case = bench.case_of(word, words({**sizes, "layers": "1", "adapters": "4"}), ["int8"], CPU)
     causal = {}
     for name in ("int8", "compile", "compile_causal"):
         made = ModelSubject(case, name, HERE, 0)

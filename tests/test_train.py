@@ -411,7 +411,7 @@ def test_a_seed_gives_every_recipe_the_same_weights_and_batches(recipe, order, f
 def test_tiny_learns(preset, recipe, tokens):
     """Enough of the preset's own 50 steps to have fallen by a nat."""
     records: list[dict] = []
-    one = make(preset, {"recipe": recipe, "steps": 12})
+    one = make(preset, {"recipe": recipe, "steps": 6})
     Training(one, tokens, HERE, None, records.append).run()
     first, last = records[0], records[-2]
     assert last["kind"] == "step"
