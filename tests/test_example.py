@@ -1,13 +1,15 @@
 """The examples run at toy size, and do what they say."""
 
+import contextlib
+import io
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import jetfire
 
@@ -23,18 +25,15 @@ TOY = (
 
 
 @pytest.fixture(scope="module")
-def finetuned(tmp_path_factory):
+def finetuned(one_thread, tmp_path_factory):
     """What it prints and writes."""
     folder = tmp_path_factory.mktemp("finetune")
-    done = subprocess.run(
-        [sys.executable, str(FINETUNE), *TOY.split(), "-o", str(folder)],
-        check=True,
-        timeout=600,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    return done.stdout, json.loads((folder / "accuracy.json").read_text())
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(sys, "argv", [str(FINETUNE), *TOY.split(), "-o", str(folder)])
+        runpy.run_path(str(FINETUNE), run_name="__main__")
+    return printed.getvalue(), json.loads((folder / "accuracy.json").read_text())
 
 
 def test_finetune_makes_a_table_of_all_recipes(finetuned):
