@@ -74,11 +74,11 @@ def convert(
 ) -> Report:
     """Replace every linear layer of a model by a recipe's over the same parameters, in place.
 
-    `torch.nn.Linear` and `transformers`' Conv1D are; names and shapes of parameters, and so state
-    dicts and optimizers, stay as they are, but for the steps that an INT4 layer learns beside them:
-    make optimizers afterwards, or leave the steps as the first batch sets them. With fallback a
-    layer has a threshold beside them, ``….fallback.threshold``. A module that has
-    two names is replaced under both. Converting a model again changes nothing.
+    `torch.nn.Linear` and `transformers`' Conv1D are. Names and shapes of parameters, and so
+    optimizers and state dicts, stay as they are, but for two buffers: with fallback a layer has a
+    threshold, ``….fallback.threshold``, and an INT4 layer that searches its group has that,
+    ``….searched``. A module that has two names is replaced under both. Converting a model again
+    changes nothing.
 
     `torch.nn.MultiheadAttention` multiplies by its weights itself: its projections stay as they
     are. A `torch.nn.TransformerEncoderLayer` no longer takes torch's fused path in evaluation,

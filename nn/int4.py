@@ -6,10 +6,8 @@ split into two 4-bit parts, of whose rows as many as there are tokens are drawn,
 probability as its norm is, so that both gradients are unbiased.
 
 The paper learns its steps (LSQ, Esser et al. 2020), from the first batch's on. Here each is
-measured of what it rounds (`measured_step`), as in training that grows several times over, and
-learned steps came after it: over steps 700 to 800 of GPT-2 124M's 5000, `int4-hq` was 0.068 nats
-above the same model with its forward's operands alone rounded in simulation, and 0.024 with steps
-that were measured, times a factor of each that was learned.
+measured on what it rounds (`measured_step`). In training from scratch that grows several times
+over, and learned steps were slow to follow: docs/training.md.
 
 What backward keeps of an input is its codes, half a byte per element.
 """
@@ -70,6 +68,8 @@ _MEASURED_ROWS, _SEARCHED_ROWS = 512, 4096
 KEYS = 3
 # The buffer of a layer that searches its group: that group, fp32 (1,); 0 before the first batch.
 SEARCHED = "searched"
+# What layers had while their steps were learned; states of then still load, without these.
+EARLIER = ("step_x", "step_w", "calibration")
 
 
 def _kept(gradient: str) -> tuple[Parts, Keep]:
@@ -332,7 +332,7 @@ class _Split(NamedTuple):
 
 
 def checked_tokens(tokens: int, gradient: Gradient) -> None:
-    """Have a backward that may follow take so many tokens at once.
+    """See that a backward, if one may follow, can take so many tokens at once.
 
     Raises:
         UsageError: it cannot.
@@ -450,8 +450,8 @@ class _Int4Layer(nn.Module):
         searching, name = self.int4.group == "search", prefix + SEARCHED
         if searching and name not in state_dict:
             state_dict[name] = torch.zeros_like(self.searched)
-        elif not searching:
-            state_dict.pop(name, None)
+        for passed_over in EARLIER if searching else (*EARLIER, SEARCHED):
+            state_dict.pop(prefix + passed_over, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if searching:
             loaded = 0 if self.searched.is_meta else int(self.searched)
@@ -473,8 +473,8 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def is_int4_state(name: str) -> bool:
-    """Return whether a state dict's entry is one that INT4 layers may have, linear layers not."""
-    return name.rpartition(".")[2] == SEARCHED
+    """Return whether a state dict's entry is INT4 layers' own, as they are or once were."""
+    return name.rpartition(".")[2] in (SEARCHED, *EARLIER)
 
 
 class Int4Linear(_Int4Layer, nn.Linear):

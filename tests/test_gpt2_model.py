@@ -1,6 +1,7 @@
 """GPT-2 and Llama in every recipe: the same parameters, near the same logits, what is kept."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from jetfire.core.errors import UsageError
 from jetfire.gpt2.model import families
 from jetfire.gpt2.model.gpt2 import GPT2
 from jetfire.gpt2.model.shape import LlamaShape, Shape
+from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training.settings import make
 from jetfire.gpt2.training.state import build
 from jetfire.nn import (
@@ -68,6 +70,21 @@ def test_parameters_are_those_of_bf16(device, recipe, shape):
             p.normal_()
     model.load_state_dict(exact.state_dict())
     exact.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int4-hq"])
+def test_a_checkpoint_of_learned_steps_loads_without_them(device, recipe, shape):
+    """In any recipe, as one of any other recipe does."""
+    model, other = (model_of(name, device, shape) for name in (recipe, "bf16"))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.normal_()
+    layer = f"blocks.0.{next(iter(shape.linears()))}"
+    learned = {f"{layer}.step_x": torch.ones(1), f"{layer}.calibration": torch.ones(3)}
+    load_model(model, {**other.state_dict(), **learned}, Path("here"))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    with pytest.raises(UsageError, match=r"here: .*wrong is \(1,\): the model's is absent"):
+        load_model(model, {**other.state_dict(), f"{layer}.wrong": torch.ones(1)}, Path("here"))
 
 
 def test_a_recipe_of_ones_own(device):

@@ -549,6 +549,16 @@ def test_state_of_its_own_and_of_a_linear_layer(assign):
     assert torch.equal(again(x), layer(x))
 
 
+@pytest.mark.parametrize("group", [32, "search"])
+def test_a_state_of_learned_steps_loads_without_them(group):
+    layer, plain = layer_of(64, 48, Int4(group)), nn.Linear(64, 48)
+    learned = {"step_x": torch.ones(1), "step_w": torch.ones(1), "calibration": torch.ones(3)}
+    assert all(map(is_int4_state, learned))
+    layer.load_state_dict(plain.state_dict() | learned)
+    assert torch.equal(layer.weight, plain.weight)
+    assert layer.group == (32 if group == 32 else None)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_of_a_group_that_was_searched(assign):
     x, plain = outlying(40, 64), nn.Linear(64, 48)

@@ -63,8 +63,8 @@ class LanguageModel(nn.Module, Int8Weights):
     """Token ids (batch×tokens) → logits, or with targets the mean loss.
 
     Parameters are fp32 and have the same names and shapes in every recipe, so that any checkpoint
-    loads in any; INT4 recipes have those of their steps too. A family says what its blocks and its
-    norm are, and its shape which parameters there are outside the blocks.
+    loads in any. A family says what its blocks and its norm are, and its shape which parameters
+    there are outside the blocks.
 
     Args:
         recipe: bf16 is torch's own modules (under the caller's autocast); INT8 recipes run the

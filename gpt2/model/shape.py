@@ -86,7 +86,7 @@ class Shape:
         }
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by name, but of an INT4 recipe's steps."""
+        """Return the shape of every parameter by name."""
         found = self.ends()
         for block in (f"blocks.{i}" for i in range(self.layers)):
             for norm in ("norm1", "norm2"):

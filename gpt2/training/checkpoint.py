@@ -274,7 +274,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_state` gave, but an INT4 recipe's steps that the model lacks."""
+    """Put back what `optimizer_state` gave, but for steps that INT4 recipes once learned."""
     parameters = dict(model.named_parameters())
     for key, value in given.items():
         name, _, kind = key.rpartition("/")
