@@ -144,7 +144,7 @@ class _Enter(torch.autograd.Function):
         (dx, *parts), flow = grads, ctx.flow
         seeds, *saved = ctx.saved_tensors
         norm, kept = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM:])
-        dy = side_by_side(parts, flow.side, seeds[0:1])
+        dy = side_by_side(parts, ctx.setting.block(flow.side), seeds[0:1])
         wants = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
         dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants)
         assert dh is not None
@@ -187,7 +187,8 @@ class _Mlp(torch.autograd.Function):
         assert du is not None
         g = quantised_gradient(du, flow.side, seeds[0:1], "q")
         del du
-        df = int8_gelu_backward(f, g, layout="both", inplace=True, seed=seeds[1:2])
+        more: dict[str, Any] = {"seed": seeds[1:2], "out_block": ctx.settings[0].block(flow.side)}
+        df = int8_gelu_backward(f, g, layout="both", inplace=True, **more)
         del g
         dh, *of_first = multiply_backward(df, kept1, ctx.settings[0], True, wants1)
         assert dh is not None

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_learned_steps_loads_without_them(device, recipe, shape)
 def test_a_recipe_of_ones_own(device):
     """The paper's search of each layer's group."""
     torch.manual_seed(0)
-    model = GPT2(SHAPE, Recipe("mine", int4=Int4("search", "split"))).to(device)
+    model = GPT2(SHAPE, Recipe("mine", int4=Int4("search", "int8"))).to(device)
     model(ids_of(device), ids_of(device)).backward()
     groups = [getattr(block, name).group for block in model.blocks for name in SHAPE.linears()]
     assert all(group in (1, 2, 4, 8, 16, 32, 64, 128, 256) for group in groups)

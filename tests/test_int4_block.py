@@ -163,7 +163,7 @@ class ExactBlock:
 
 
 @pytest.mark.parametrize(
-    ("group", "gradient", "draws"), [(32, "split", 100), (64, "split", 100), (32, "sampled", 200)]
+    ("group", "gradient", "draws"), [(32, "int8", 100), (64, "int8", 100), (32, "sampled", 200)]
 )
 def test_gradients_are_unbiased(group, gradient, draws):
     """Within 4 standard errors, elements and whole tensors, and what BF16 rounds.
@@ -359,7 +359,7 @@ def test_checkpointing_gives_the_same_bits(device, monkeypatch):
 
 
 def test_groups_are_searched_on_the_first_batch(device):
-    block, (x, dy) = block_of(Int4("search", "split"), device), stream_of(device)
+    block, (x, dy) = block_of(Int4("search", "int8"), device), stream_of(device)
     run(block, x, dy)
     assert all(layer.group is not None for layer in linears_of(block))
 

@@ -121,7 +121,7 @@ def token():
     [
         ("sampled", 32, Int4Linear, 500),
         ("sampled", 64, Int4Conv1D, 200),
-        ("split", 32, Int4Linear, 60),
+        ("int8", 32, Int4Linear, 60),
     ],
 )
 def test_gradients_are_unbiased(gradient, group, kind, draws):
@@ -160,18 +160,18 @@ def near(found, right, name):
         assert own < 0.01, name
 
 
-def exactly_split(rows, columns):
-    """A gradient of which both parts of each number are whole: nothing is rounded."""
-    g = torch.randint(-98, 99, (rows, columns)).float()
-    g[0, 0] = 98
+def of_whole_codes(rows, columns):
+    """A gradient each number of which is a code over 256: nothing is rounded."""
+    g = torch.randint(-127, 128, (rows, columns)).float()
+    g[::128, 0] = 127  # in each block
     return g / 256
 
 
 @pytest.mark.parametrize("group", [1, 8, 64])
 @pytest.mark.parametrize("kind", [Int4Linear, Int4Conv1D])
 def test_where_nothing_is_drawn_gradients_are_exact(group, kind):
-    layer = layer_of(64, 48, Int4(group, "split"), kind=kind)
-    for x, g in ((token(), exactly_split(1, 48)), (outlying(130, 64), exactly_split(130, 48))):
+    layer = layer_of(64, 48, Int4(group, "int8"), kind=kind)
+    for x, g in ((token(), of_whole_codes(1, 48)), (outlying(130, 64), of_whole_codes(130, 48))):
         found, right = gradients_of(layer, x, g), Exact(layer, x).gradients(g)
         assert all(error_of(*both) < 5e-5 for both in zip(found, right, strict=True))
 
@@ -198,7 +198,7 @@ def test_sampling_drops_rows_and_splitting_none():
     g = torch.randn(256, 48) / 3
     g[7] = 5.0
     spread = {}
-    for gradient in ("sampled", "split"):
+    for gradient in ("sampled", "int8"):
         layer = layer_of(64, 48, Int4(32, gradient))
         layer(x)
         exact = Exact(layer, x).gradients(g)
@@ -206,7 +206,7 @@ def test_sampling_drops_rows_and_splitting_none():
         found = gradients_of(layer, x, g)
         assert error_of(found[0][7], exact[0][7]) < 0.03
         spread[gradient] = error_of(found[1], exact[1])
-    assert 2 * spread["split"] < spread["sampled"] < 0.5
+    assert 2 * spread["int8"] < spread["sampled"] < 0.5
 
 
 @pytest.mark.parametrize("name", INT4)
@@ -370,12 +370,13 @@ def test_steps_follow_their_batch():
     assert error_of((layer(x) - bias) / 1024, before) < 1e-6
 
 
-def test_any_number_of_tokens_compiles_to_one_graph():
+@pytest.mark.parametrize("gradient", ["sampled", "int8"])
+def test_any_number_of_tokens_compiles_to_one_graph(gradient):
     """Whether all rows tell a step or some do. Its bits are those of a layer not compiled."""
-    layer = layer_of(64, 48, Int4(32, "split"))
+    layer = layer_of(64, 48, Int4(32, gradient))
     graphs = compiled(layer, dynamic=True, fullgraph=True)
     other = Int4Linear.over(layer, layer.int4)
-    for rows in (70, 96, 1500, 3000):
+    for rows in (500, 300, 1500, 3000):  # of several blocks
         x = torch.randn(rows, 64, requires_grad=True)
         y = layer(x)
         y.sum().backward()
@@ -658,11 +659,11 @@ def test_input_of_any_layout():
 
 def test_tokens_whose_sums_would_not_fit_are_refused(monkeypatch):
     """Where they are given, and not in the middle of backward; evaluation has no such limit."""
-    for gradient, most in (("sampled", 152007), ("split", 85504)):
+    for gradient, most, *kept in (("sampled", 152007, 2, "half"), ("nearest", 171136, 1, "all")):
         assert MOST_TOKENS[gradient] == most
-        keep = "half" if gradient == "sampled" else "all"
-        assert capacity(most, 2, "wgrad", keep) <= MOST_K["wgrad"]
-        assert capacity(most + 1, 2, "wgrad", keep) > MOST_K["wgrad"]
+        assert capacity(most, kept[0], "wgrad", kept[1]) <= MOST_K["wgrad"]
+        assert capacity(most + 1, kept[0], "wgrad", kept[1]) > MOST_K["wgrad"]
+    assert "int8" not in MOST_TOKENS  # whose sums are of a block at a time
     layer, x = Int4Linear(32, 16), torch.randn(40, 32)
     monkeypatch.setitem(MOST_TOKENS, "sampled", 39)
     with pytest.raises(UsageError, match="40 tokens at once: expected at most 39"):
@@ -677,7 +678,7 @@ def test_refuses_in_one_line():
     x = torch.zeros(2, 64)
     refused("group=3: expected a power of two from 1 to 1024, or 'search'", Int4, 3)
     refused("group=2048: expected a power of two from 1 to 1024, or 'search'", Int4, 2048)
-    refused("gradient=exact: expected sampled or split or nearest", Int4, 32, "exact")
+    refused("gradient=exact: expected sampled or int8 or nearest", Int4, 32, "exact")
     refused("group=32 with 40 inputs: expected 1 or 2 or 4 or 8", Int4Linear, 40, 48)
     even = "expected even numbers, two codes to a byte"
     refused(f"64 inputs, 47 outputs: {even}", Int4Linear, 64, 47)
@@ -692,8 +693,8 @@ def test_refuses_in_one_line():
 def test_repr():
     expected = "Int4Linear(in_features=64, out_features=48, bias=True, group=32, gradient=sampled)"
     assert repr(Int4Linear(64, 48)) == expected
-    conv = layer_of(64, 48, Int4("search", "split"), kind=Int4Conv1D)
-    assert repr(conv).endswith("out_features=48, bias=True, group=search, gradient=split)")
+    conv = layer_of(64, 48, Int4("search", "int8"), kind=Int4Conv1D)
+    assert repr(conv).endswith("out_features=48, bias=True, group=search, gradient=int8)")
 
 
 # Conversion
@@ -701,7 +702,7 @@ def test_repr():
 
 def test_recipes():
     assert INT4 == ["int4-hq-lss", "int4-hq", "int4-naive"]
-    assert list(KINDS.values()) == [Int4(32, "sampled"), Int4(32, "split"), Int4(1, "nearest")]
+    assert list(KINDS.values()) == [Int4(32, "sampled"), Int4(32, "int8"), Int4(1, "nearest")]
     assert [name for name, recipe in RECIPES.items() if recipe.plain] == ["bf16"]
 
 
@@ -731,7 +732,7 @@ def test_what_cannot_be_converted_is_left():
         "2": f"33 inputs, 64 outputs: {even}",
     }
     model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 2, bias=False)).eval()
-    report = convert(model, Recipe("mine", int4=Int4("search", "split")))
+    report = convert(model, Recipe("mine", int4=Int4("search", "int8")))
     assert report.converted == ("0", "1")
     assert model[1].bias is None
     assert not model[0].training

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jetfire.core.kept_rows import capacity
 from jetfire.gpt2.model.shape import Shape
-from jetfire.nn.recipes import Int4, Recipe
+from jetfire.nn.recipes import GRADIENT_BLOCK, Int4, Recipe
 from jetfire.nn.sizes import head_parts
 
 
@@ -154,22 +154,28 @@ class Int4Bytes(NamedTuple):
 
     Attributes:
         code: bytes that backward keeps of a number of an input, packed.
-        gradient: bytes of a number of a gradient's codes.
+        made: bytes of the codes that are made of a number of a gradient.
+        again: of those that are made of a gradient that comes as codes.
         for_x, for_w: rows of a gradient that a product has room for, per token.
+        gathered: rows of it that are gathered for the weight's gradient, per token.
     """
 
     code: float
-    gradient: float
+    made: float
+    again: float
     for_x: float
     for_w: float
+    gathered: float
 
 
 def int4_bytes(tokens: int, how: Int4) -> Int4Bytes:
     """Return what layers hold of a number when they multiply so many tokens."""
+    if how.gradient == "int8":
+        return Int4Bytes(0.5, 2 * code_bytes(GRADIENT_BLOCK), 0.0, 1.0, 1.0, 0.0)
     split = 1 if how.gradient == "nearest" else 2
     keep = "half" if how.gradient == "sampled" else "all"
     for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
-    return Int4Bytes(0.5, split / 2, for_x, for_w)
+    return Int4Bytes(0.5, split / 2, split / 2, for_x, for_w, for_w)
 
 
 class Head(NamedTuple):

@@ -219,25 +219,26 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
 
 def _int4_block(s: _Sizes, how: Int4) -> Part:
     """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
-    code, g, for_x, for_w = int4_bytes(s.tokens, how)
+    code, g, _, for_x, for_w, gathered = int4_bytes(s.tokens, how)
     # x, q, o, x; k v; gate, silu, up; codes of seven inputs, of which one is u; squares of rows.
     kept = (4 + 2 + 2 + 4 + 6 * code + 2 * s.masked) * s.x + 4 * s.k + (6 + code) * s.h
     kept += 4 * s.angles + 4 * s.rows + 28 * s.tokens
     mlp = (4 + 2 * code) * s.x + (6 + code) * s.h
-    wide = for_w * (s.x + s.h)  # codes of a product's weight gradient
+    # Codes that are made for a weight's gradient: of the product down, and of those up.
+    down, up = gathered * s.x + for_w * s.h, for_w * s.x + gathered * s.h
     of_query = Moment(kept - (4 + code) * s.x, (4 + 4 + 2 + g + 2) * s.x, 4 * s.weights - 4 * s.w)
     moments = (
         Moment(0, (4 + 2 + g) * s.x + (2 * for_x + 2) * s.h, 0),  # dx, dy and codes, du twice
-        Moment(0, (4 + 2 + g) * s.x + 2 * s.h + wide + 4 * s.wh, 0),
+        Moment(0, (4 + 2 + g) * s.x + 2 * s.h + down + 4 * s.wh, 0),
         Moment(0, (4 + 2 + g) * s.x + 2 * s.h + 4 * s.wh, 4 * s.wh),
         Moment(code * s.h, 4 * s.x + 6 * s.h, 4 * s.wh),  # dx, du, dsilu, dup
         # dx, dnorm, dsilu, dup and codes
-        Moment((4 + code) * s.h, (4 + 2) * s.x + (4 + g) * s.h + wide + 4 * s.wh, 4 * s.wh),
+        Moment((4 + code) * s.h, (4 + 2) * s.x + (4 + g) * s.h + up + 4 * s.wh, 4 * s.wh),
         Moment((4 + code) * s.h, (4 + 2) * s.x + (4 + g) * s.h + 4 * s.wh, 8 * s.wh),
         # dx, dnorm twice, dgate and codes
         Moment(
             code * s.x + (6 + code) * s.h,
-            (4 + 4 + 2) * s.x + (2 + g) * s.h + wide + 4 * s.wh,
+            (4 + 4 + 2) * s.x + (2 + g) * s.h + up + 4 * s.wh,
             8 * s.wh,
         ),
         Moment(
@@ -247,7 +248,7 @@ def _int4_block(s: _Sizes, how: Int4) -> Part:
         ),
         Moment(mlp + code * s.x, (4 + 2) * s.x + s.attention, 12 * s.wh + 4 * s.w),  # dx, do
         # dx, dnorm twice, dq and codes
-        replace(of_query, more=of_query.more + 2 * for_w * s.x + 4 * s.w),
+        replace(of_query, more=of_query.more + (for_w + gathered) * s.x + 4 * s.w),
         replace(of_query, more=of_query.more + 4 * s.w, made=4 * s.weights),
         # dx, dnorm twice and their sum
         Moment(kept - 4 * s.x, (4 + 4 + 4 + 4) * s.x, 4 * s.weights),
