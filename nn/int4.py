@@ -7,7 +7,7 @@ probability as its norm is, so that both gradients are unbiased. Or it stays who
 Hopper multiplies two 4-bit parts in twice the time of the byte that they add up to.
 
 The paper learns its steps (LSQ, Esser et al. 2020), from the first batch's on. Here each is
-measured on what it rounds (`measured_step`). In training from scratch that grows several times
+measured on what it rounds (`int4_measured_step`). In training from scratch that grows several times
 over, and learned steps were slow to follow: docs/training.md.
 
 What backward keeps of an input is its codes, half a byte per element.
@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from jetfire.core.arguments import checked
 from jetfire.core.calls import LIBRARY
@@ -46,6 +46,7 @@ from jetfire.ops import (
     int4_bit_split,
     int4_bit_split_codes,
     int4_gather_rows,
+    int4_measured_step,
     int4_quantize,
     int4_quantize_backward,
     int4_quantize_codes,
@@ -53,20 +54,14 @@ from jetfire.ops import (
     int8_column_sum,
     int8_dequantize,
     int8_gemm,
+    int8_quantize,
 )
 from jetfire.ops.int4_gemm import MOST_K, int4_gemm
-from jetfire.reference.hadamard import search_group
+from jetfire.reference import hadamard
 
 Tensor = torch.Tensor
-# A step, in deviations of what it rounds. Of normal numbers 15 levels err least at 0.3534 (J. Max,
-# "Quantizing for minimum distortion", 1960, table II), and at 0.4 by 14% more. But rows of
-# different size ask for more: of rows whose logarithms deviate by 0.3, 0.4 errs by 9% less than
-# 0.3534. And it halves what lies at the codes' ends, where the gradient is 0: 0.9% of normal ones.
-_OF_DEVIATION = 0.4
-# The least that is measured, so that a step of zeros is one.
-_LEAST = 2.0**-60
-# About so many rows of a matrix tell its step, and of a first batch its group.
-_MEASURED_ROWS, _SEARCHED_ROWS = 512, 4096
+# About so many rows of a first batch tell its group.
+_SEARCHED_ROWS = 4096
 # Keys of a product's backward: for the gradient's parts, and for the rows of each of its products.
 KEYS = 3
 # The buffer of a layer that searches its group: that group, fp32 (1,); 0 before the first batch.
@@ -116,16 +111,18 @@ class Int4Product(NamedTuple):
     Attributes:
         weight, bias: the layer's; no bias where it has none.
         seeds: the keys of its gradient's rounding and drawing; None where no backward follows.
-        q, qt, scale: the weight's wide codes, those of its transpose as backward reads them, and
-            the step of both.
+        q, scale: the weight's wide codes, and their step.
+        qt: the wide codes of its transpose; but for a whole gradient INT8 codes of what they stand
+            for, transformed back, whose scales are `scale_t`, in blocks of `GRADIENT_BLOCK`.
     """
 
     weight: Tensor
     bias: Tensor | None
     seeds: Tensor | None
     q: Tensor
-    qt: Tensor
     scale: Tensor
+    qt: Tensor
+    scale_t: Tensor | None
     setting: Int4Setting
 
 
@@ -144,8 +141,9 @@ class Int4Kept(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     seeds: Tensor
-    qt: Tensor
     scale: Tensor
+    qt: Tensor
+    scale_t: Tensor | None
 
 
 def multiply(x: Tensor | Quantized, by: Int4Product) -> tuple[Tensor, Int4Kept | None]:
@@ -179,7 +177,7 @@ def _kept_of(codes: Quantized4, by: Int4Product) -> Int4Kept:
     assert codes.packed is not None
     assert codes.squares is not None
     of_x = codes.packed, codes.scale, codes.squares
-    return Int4Kept(*of_x, by.weight, by.bias, by.seeds, by.qt, by.scale)
+    return Int4Kept(*of_x, by.weight, by.bias, by.seeds, by.scale, by.qt, by.scale_t)
 
 
 def _float_of(x: Tensor | Quantized) -> FloatName:
@@ -190,7 +188,7 @@ def _float_of(x: Tensor | Quantized) -> FloatName:
 def _quantised(x: Tensor | Quantized, by: Int4Product, layout: Codes) -> Quantized4:
     """Return the 4-bit codes of a product's input; of codes, where a group lies in their blocks."""
     more: dict[str, Any] = {"group": by.setting.group, "layout": layout}
-    step = measured_step(x)
+    step = int4_measured_step(x)
     if isinstance(x, Quantized):
         if by.setting.group <= x.block:
             return int4_quantize_codes(x, step, **more)
@@ -198,42 +196,16 @@ def _quantised(x: Tensor | Quantized, by: Int4Product, layout: Codes) -> Quantiz
     return int4_quantize(x, step, **more)
 
 
-def measured_step(x: Tensor | Quantized) -> Tensor:
-    """Return the step to round a matrix with, fp32 (1,): 0.4 of its root mean square.
+class Rounded(NamedTuple):
+    """How a product's backward rounds what it returns to INT8 codes: stochastically.
 
-    A Hadamard transform leaves that as it is. Of a matrix of many rows about `_MEASURED_ROWS` are
-    read, the same ones each time, so that a forward that runs again gives the same codes. They lie
-    an odd number apart, so that no position of a sequence is read more often than others.
+    Attributes:
+        block: the side of their blocks.
+        seed: a key that nothing else is rounded with.
     """
-    given = (x.q, x.scale, x.block) if isinstance(x, Quantized) else (x, None, 1)
-    compiling = torch.compiler.is_compiling()
-    measured: Any = torch.ops.jetfire.measured_step if compiling else _measured_step
-    step: Tensor = measured(*given)
-    return step
 
-
-def _measured_step(x: Tensor, scale: Tensor | None, block: int) -> Tensor:
-    """Return the step of floats, or of codes in blocks and their scales."""
-    apart = max(1, len(x) // _MEASURED_ROWS) | 1
-    some = x[apart // 2 :: apart].contiguous()  # whatever x's strides, the same sum
-    count = max(1, some.numel())
-    if scale is not None:
-        rows = torch.arange(apart // 2, len(x), apart, device=x.device)
-        wide = functional.pad(some, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
-        norms = torch.linalg.vector_norm(wide.to(torch.bfloat16), dim=2, dtype=torch.float32)
-        some = norms * scale[rows // block]
-    norm = torch.linalg.vector_norm(some, dtype=torch.float32)
-    return (norm * (_OF_DEVIATION / math.sqrt(count))).clamp(min=_LEAST).view(1)
-
-
-# One operator to a compiler: which rows are read depends on how many there are.
-LIBRARY.define("measured_step(Tensor x, Tensor? scale, int block) -> Tensor")
-LIBRARY.impl("measured_step", _measured_step, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("jetfire::measured_step", lib=LIBRARY)
-def _(x: Tensor, scale: Tensor | None, block: int) -> Tensor:
-    return x.new_empty((1,), dtype=torch.float32)
+    block: Block
+    seed: Tensor
 
 
 def multiply_backward(
@@ -242,25 +214,22 @@ def multiply_backward(
     setting: Int4Setting,
     wants_x: bool,
     wants: Int4Product,
-) -> tuple[Tensor | None, ...]:
+    rounded: Rounded | None = None,
+) -> tuple[Any, ...]:
     """Return the gradients of a product's input and of each field of `Int4Product`.
 
     Args:
         dy: of its output, m×n: floats, of which the input's has the dtype; or codes with those of
             the transpose, in blocks as `Int4Setting.block` says, then it is bf16.
         wants_x, wants: whether each of them is wanted; None is returned for those that are not.
+        rounded: makes the input's gradient codes.
     """
     x = Quantized4(kept.packed, None, kept.x_scale, kept.squares)
-    gradient: _Split | _Whole
-    if setting.gradient == "int8":
-        gradient = _Whole.of(dy, kept.seeds)
-    else:
-        gradient = _Split.of(dy, setting.gradient, kept.seeds)
+    kind = _Whole if setting.gradient == "int8" else _Split
+    gradient = kind.of(dy, setting.gradient, kept.seeds)
     dx = dw = db = None
     if wants_x:
-        dx_hat, where = gradient.times(Quantized4(None, kept.qt, kept.scale), _float_of(dy))
-        dx = int4_quantize_backward(dx_hat, q=x, group=setting.group, **where)
-        del dx_hat
+        dx = gradient.of_input(kept, x, setting.group, rounded)
     if wants.weight:
         dw_hat = gradient.transposed_times(x, FLOATS[kept.weight.dtype])
         of_weight = _out_by_in(kept.weight, setting.transposed)
@@ -268,12 +237,8 @@ def multiply_backward(
         dw = dw.t() if setting.transposed else dw
     if wants.bias:
         assert kept.bias is not None
-        db = _column_sum(dy).to(kept.bias.dtype)
+        db = gradient.column_sum().to(kept.bias.dtype)
     return dx, dw, db, *[None] * (len(wants) - 2)
-
-
-def _column_sum(dy: Tensor | Quantized) -> Tensor:
-    return int8_column_sum(dy) if isinstance(dy, Quantized) else dy.sum(0, dtype=torch.float32)
 
 
 class _Int4LinearFunction(torch.autograd.Function):
@@ -306,16 +271,18 @@ class _Split(NamedTuple):
     """An output's gradient in 4-bit parts: unit·(14·hi + lo), or unit·lo alone.
 
     Attributes:
+        given: as it was given, floats or INT8 codes.
         codes: hi's rows above lo's; the unit is their scale.
     """
 
+    given: Tensor | Quantized
     codes: Quantized4
     parts: Parts
     keep: Keep
     seeds: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor | Quantized, how: str, seeds: Tensor) -> _Split:
+    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> _Split:
         """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
         parts, keep = _kept(how)
         bits: Literal[8, 4] = 8 if parts == 2 else 4
@@ -323,7 +290,7 @@ class _Split(NamedTuple):
             codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])
         else:
             codes = int4_bit_split(gradient.contiguous(), bits=bits, seed=seeds[0:1])
-        return cls(codes, parts, keep, seeds)
+        return cls(gradient, codes, parts, keep, seeds)
 
     def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> SampledRows:
         assert self.codes.squares is not None
@@ -331,17 +298,19 @@ class _Split(NamedTuple):
             self.codes.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
         )
 
-    def times(self, wt: Quantized4, out: FloatName) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradient's kept rows times the weight, and where each token's are.
-
-        Args:
-            wt: wide codes.
-        """
+    def of_input(
+        self, kept: Int4Kept, x: Quantized4, group: Group, rounded: Rounded | None
+    ) -> Tensor | Quantized:
+        """Return the input's gradient: of the kept rows, where x's codes were not clipped."""
         rows, counts, weight, slots, _ = self._draw(self.seeds[1:2])
-        assert slots is not None
-        kept = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
-        product = int4_gemm(kept, wt, weight=weight, counts=counts, out=out)
-        return product, {"slots": slots, "unit": self.codes.scale}
+        wide = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
+        wt, out = Quantized4(None, kept.qt, kept.scale), _float_of(self.given)
+        dx_hat = int4_gemm(wide, wt, weight=weight, counts=counts, out=out)
+        del wide
+        more: dict[str, Any] = {"slots": slots, "unit": self.codes.scale, "group": group}
+        dx: Tensor = int4_quantize_backward(dx_hat, q=x, **more)
+        del dx_hat
+        return dx if rounded is None else quantised_gradient(dx, *rounded, "q")
 
     def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
         """Return Gᵀ·X of the input's packed codes."""
@@ -350,36 +319,58 @@ class _Split(NamedTuple):
         xt = int4_gather_rows(x, rows=rows, counts=counts, transpose=True)
         return int4_gemm(gt, xt, counts=counts, out=out)
 
+    def column_sum(self) -> Tensor:
+        given = self.given
+        if isinstance(given, Quantized):
+            return int8_column_sum(given)
+        return given.sum(0, dtype=torch.float32)
+
 
 class _Whole(NamedTuple):
-    """An output's gradient in INT8 codes, and those of its transpose, in blocks."""
+    """An output's gradient in INT8.
+
+    Attributes:
+        codes: its own and those of its transpose, in blocks of `GRADIENT_BLOCK`.
+        out: the dtype of the floats that are made of it.
+    """
 
     codes: Quantized
+    out: FloatName
 
     @classmethod
-    def of(cls, gradient: Tensor | Quantized, seeds: Tensor) -> _Whole:
+    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> _Whole:
         """Return that of m×n; floats are rounded stochastically, with the first of the keys."""
+        out = _float_of(gradient)
         if not isinstance(gradient, Quantized):
             gradient = quantised_gradient(gradient, GRADIENT_BLOCK, seeds[0:1])
-        return cls(gradient)
+        return cls(gradient, out)
 
-    def times(self, wt: Quantized4, out: FloatName) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradient times the weight, whose codes are the numbers meant."""
-        return int8_gemm(self.codes, _in_blocks(wt), out=out), {}
+    def of_input(
+        self, kept: Int4Kept, x: Quantized4, group: Group, rounded: Rounded | None
+    ) -> Tensor | Quantized:
+        """Return the input's gradient, of clipped numbers too: one product, and no transform."""
+        weight = Quantized(kept.qt, kept.scale_t, block=GRADIENT_BLOCK)
+        if rounded is None:
+            dx: Tensor = int8_gemm(self.codes, weight, out=self.out)
+            return dx
+        more: dict[str, Any] = {"rounding": "stochastic", "seed": rounded.seed}
+        codes: Quantized = int8_gemm(
+            self.codes, weight, out="int8", out_block=rounded.block, **more
+        )
+        return codes
 
     def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
         """Return Gᵀ·X of the input's packed codes."""
         xt = int4_gather_rows(x, transpose=True)
-        product: Tensor = int8_gemm(self.codes.t, _in_blocks(xt), out=out)
+        assert xt.wide is not None
+        m, n = xt.wide.shape
+        scale = xt.scale.expand(blocks_of(m, n, GRADIENT_BLOCK)).contiguous()
+        codes = Quantized(xt.wide, scale, block=GRADIENT_BLOCK)
+        product: Tensor = int8_gemm(self.codes.t, codes, out=out)
         return product
 
-
-def _in_blocks(codes: Quantized4) -> Quantized:
-    """Return 4-bit codes, one to a byte, as INT8 codes in blocks that have one scale."""
-    assert codes.wide is not None
-    m, n = codes.wide.shape
-    blocks = blocks_of(m, n, GRADIENT_BLOCK)
-    return Quantized(codes.wide, codes.scale.expand(blocks).contiguous(), block=GRADIENT_BLOCK)
+    def column_sum(self) -> Tensor:
+        return int8_column_sum(self.codes)
 
 
 def checked_tokens(tokens: int, gradient: Gradient) -> None:
@@ -400,6 +391,10 @@ def _out_by_in(weight: Tensor, transposed: bool) -> Tensor:
     rows = weight.detach()
     rows = rows.t() if transposed else rows
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+# Of a weight q, scale, qt and scale_t, as `Int4Product` has them.
+_WeightCodes = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class _Int4Layer(nn.Module):
@@ -425,7 +420,7 @@ class _Int4Layer(nn.Module):
         if int4.group == "search":
             self.register_buffer(SEARCHED, torch.zeros(1, dtype=torch.float32, device=device))
         self._searched: Group | None = None
-        self._codes: MadeOfWeight[tuple[Quantized4, Quantized4]] = MadeOfWeight()
+        self._codes: MadeOfWeight[_WeightCodes] = MadeOfWeight()
 
     def _sizes(self) -> tuple[int, int]:
         """Return how many outputs and inputs there are."""
@@ -456,22 +451,25 @@ class _Int4Layer(nn.Module):
         checked_weight(self.weight)
         with torch.autocast(self.weight.device.type, enabled=False):
             group = self.group or self._search(x())
-            w, wt = self._codes_of(group)
-        assert w.wide is not None
-        assert wt.wide is not None
+            q, scale, qt, scale_t = self._codes_of(group)
         setting = Int4Setting(self.int4.gradient, group, self.transposed)
         given = self.weight, self.bias, seeds if torch.is_grad_enabled() else None
-        return Int4Product(*given, w.wide, wt.wide, w.scale, setting)
+        return Int4Product(*given, q, scale, qt, scale_t, setting)
 
-    def _codes_of(self, group: Group) -> tuple[Quantized4, Quantized4]:
-        """Return the weight's wide codes and their transpose, made once per optimizer step."""
-        weight = self.weight
+    def _codes_of(self, group: Group) -> _WeightCodes:
+        """Return the weight's codes, made once per optimizer step."""
+        weight, whole = self.weight, self.int4.gradient == "int8"
 
-        def make() -> tuple[Quantized4, Quantized4]:
+        def make() -> _WeightCodes:
             matrix = _out_by_in(weight, self.transposed)
-            w = int4_quantize(matrix, measured_step(matrix), group=group, layout="both")
-            wt = int4_gather_rows(w, transpose=True, wide=self.int4.gradient != "int8")
-            return Quantized4(None, w.wide, w.scale), wt
+            layout: Codes = "wide" if whole else "both"
+            w = int4_quantize(matrix, int4_measured_step(matrix), group=group, layout=layout)
+            assert w.wide is not None
+            if whole:
+                return w.wide, w.scale, *_restored_transpose(w.wide, w.scale, group)
+            wt = int4_gather_rows(w, transpose=True, wide=True)
+            assert wt.wide is not None
+            return w.wide, w.scale, wt.wide, None
 
         # Codes made in a CUDA graph are there only once it is replayed, and it must renew its own.
         key = (group, _capturing(weight))
@@ -486,7 +484,7 @@ class _Int4Layer(nn.Module):
         throughout or not finite: the next one is asked.
         """
         x = x[:: max(1, len(x) // _SEARCHED_ROWS)]
-        group = search_group(x)
+        group = hadamard.search_group(x)
         if self.training and dist.is_available() and dist.is_initialized():
             choice = torch.tensor(group, dtype=torch.int64, device=x.device)
             dist.broadcast(choice, 0)
@@ -515,6 +513,37 @@ class _Int4Layer(nn.Module):
             f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, "
             f"group={self.int4.group}, gradient={self.int4.gradient}"
         )
+
+
+def _restored_transpose(q: Tensor, step: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return INT8 codes and scales of the transpose of what a weight's wide codes stand for."""
+    compiling = torch.compiler.is_compiling()
+    restored: Any = torch.ops.jetfire.restored if compiling else _restored
+    codes = int8_quantize(restored(q, group), block=GRADIENT_BLOCK, layout="qt")
+    assert codes.qt is not None
+    assert codes.scale_t is not None
+    return codes.qt, codes.scale_t * (step / (16 * math.sqrt(group)))
+
+
+def _restored(q: Tensor, group: int) -> Tensor:
+    """Return wide codes transformed back, times √group: sums of integers, rounded once, to bf16."""
+    return (q.view(-1, group).bfloat16() @ _signs(group, q.device)).view_as(q)
+
+
+@cache
+def _signs(group: int, device: torch.device) -> Tensor:
+    """Return the Hadamard matrix of 1 and −1, bf16."""
+    return hadamard.matrix(group).sign().to(device, torch.bfloat16)
+
+
+# One operator to a compiler: the matrix is a constant of it.
+LIBRARY.define("restored(Tensor q, int group) -> Tensor")
+LIBRARY.impl("restored", _restored, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("jetfire::restored", lib=LIBRARY)
+def _(q: Tensor, group: int) -> Tensor:
+    return q.new_empty(q.shape, dtype=torch.bfloat16)
 
 
 def _capturing(tensor: Tensor) -> bool:

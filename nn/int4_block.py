@@ -32,6 +32,7 @@ from jetfire.nn.int4 import (
     Int4Kept,
     Int4Linear,
     Int4Product,
+    Rounded,
     checked_tokens,
     keep,
     multiplied,
@@ -98,21 +99,19 @@ class _Norm(NamedTuple):
         return h, self._replace(mean=mean, rstd=rstd)
 
     def backward(
-        self, dh: Tensor, dx: Tensor, flow: _Flow, seeds: Tensor
+        self, dh: Quantized, dx: Tensor, flow: _Flow, seed: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the stream's gradient through the norm and past it, and those of its fields.
 
         Args:
-            dh: of its output, bf16; dx: of the stream past it.
-            seeds: two keys.
+            dh: of its output; dx: of the stream past it.
         """
         assert self.mean is not None
         assert self.rstd is not None
         s = Quantized(self.q, self.scale, block=flow.side)
-        dh_codes = quantised_gradient(dh, flow.side, seeds[0:1], "q")
         rows = self.weight, self.mean, self.rstd
         dx, _, dweight, dbias = int8_layernorm_add_backward(
-            s, dh_codes, *rows, dx.contiguous(), seed=seeds[1:2]
+            s, dh, *rows, dx.contiguous(), seed=seed
         )
         return dx, *[None] * 4, dweight, dbias
 
@@ -146,9 +145,9 @@ class _Enter(torch.autograd.Function):
         norm, kept = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM:])
         dy = side_by_side(parts, ctx.setting.block(flow.side), seeds[0:1])
         wants = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
-        dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants)
-        assert dh is not None
-        return None, None, *norm.backward(dh, dx, flow, seeds[1:3]), *of_product
+        rounded = Rounded(flow.side, seeds[1:2])
+        dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants, rounded)
+        return None, None, *norm.backward(dh, dx, flow, seeds[2:3]), *of_product
 
 
 class _Mlp(torch.autograd.Function):
@@ -182,18 +181,17 @@ class _Mlp(torch.autograd.Function):
         wants2 = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
         f = Quantized(q, scale, block=flow.side)
         kept2 = keep(int8_gelu(f), product2)
-        du, *of_second = multiply_backward(dy, kept2, product2.setting, True, wants2)
+        first, second = ctx.settings
+        rounded = Rounded(flow.side, seeds[0:1])
+        g, *of_second = multiply_backward(dy, kept2, second, True, wants2, rounded)
         del kept2
-        assert du is not None
-        g = quantised_gradient(du, flow.side, seeds[0:1], "q")
-        del du
-        more: dict[str, Any] = {"seed": seeds[1:2], "out_block": ctx.settings[0].block(flow.side)}
+        more: dict[str, Any] = {"seed": seeds[1:2], "out_block": first.block(flow.side)}
         df = int8_gelu_backward(f, g, layout="both", inplace=True, **more)
         del g
-        dh, *of_first = multiply_backward(df, kept1, ctx.settings[0], True, wants1)
-        assert dh is not None
+        rounded = Rounded(flow.side, seeds[2:3])
+        dh, *of_first = multiply_backward(df, kept1, first, True, wants1, rounded)
         del df
-        return None, None, *norm.backward(dh, dx, flow, seeds[2:4]), *of_first, *of_second
+        return None, None, *norm.backward(dh, dx, flow, seeds[3:4]), *of_first, *of_second
 
 
 class _Added(torch.autograd.Function):

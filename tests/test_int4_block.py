@@ -32,8 +32,14 @@ from jetfire.nn import (
     products,
 )
 from jetfire.nn.recipes import DEFAULT
-from jetfire.ops import int8_add, int8_dequantize, int8_gelu, int8_layernorm, int8_quantize
-from jetfire.reference import hadamard
+from jetfire.ops import (
+    int4_measured_step,
+    int8_add,
+    int8_dequantize,
+    int8_gelu,
+    int8_layernorm,
+    int8_quantize,
+)
 from jetfire.tests.test_int4_linear import Exact, Kept, error_of, refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,11 +151,9 @@ class ExactBlock:
         value, _ = int4.multiply(given, layer.product(None, None))
         if layer.group > 32 and name != "projection":  # then codes are made floats
             x = passed(x, int8_dequantize(given))
-        h = torch.block_diag(*[hadamard.matrix(layer.group)] * (x.shape[1] // layer.group))
-        step_x, step_w = (int4.measured_step(t).double() for t in (given, layer.weight.detach()))
-        x = Exact.quantised(x @ h, step_x)
-        w = Exact.quantised(self.own[f"{name}.weight"] @ h, step_w)
-        return passed(x @ w.t() + self.own[f"{name}.bias"], value)
+        steps = (int4_measured_step(t).double() for t in (given, layer.weight.detach()))
+        parameters = self.own[f"{name}.weight"], self.own[f"{name}.bias"]
+        return passed(Exact.product(layer, x, *parameters, *steps), value)
 
     def added(self, x, y):
         codes = int8_quantize(y.detach().bfloat16(), block=32)
@@ -265,7 +269,6 @@ def test_what_a_block_keeps(device, name):
     block(Stream.of(x, 32), 2)
     stream = Stream.of(x, 32)
     known = [part for linear in linears_of(block) for part in linear._codes._made]
-    known = [t for codes in known for t in (codes.wide, codes.scale)]
     found = Kept(x, *known, *block.parameters(), *block.buffers()).bytes_of(
         lambda: block(stream, 2)
     )

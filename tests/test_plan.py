@@ -170,7 +170,8 @@ def test_moments_are_what_an_optimizer_keeps(optimizer, shape, monkeypatch):
     ("recipe", "shape"),
     [
         *itertools.product(["bf16", "int8", "int8-kept4", "int4-hq-lss"], FAMILIES),
-        *(("int4-naive", f"gpt2, {name}") for name in SHAPES),
+        *((recipe, f"gpt2, {name}") for recipe in ("int4-naive", "int4-hq") for name in SHAPES),
+        ("int4-hq", "llama, tokens"),
         ("int4-naive", "llama, tokens"),
         ("int8-block32", "llama, tokens"),
     ],
@@ -179,9 +180,10 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     """Beside what stands already. The CPU makes the gradient of a BF16 head in BF16 first.
 
     Its attention makes no dq in FP32, and no dk and dv per head of queries: they would be the peak
-    of a block that keeps as little as int8-kept4's.
+    of a block that holds as little as int8-kept4's, or int4-hq's.
     """
-    for family in (held_gpt2, held_llama) if recipe.startswith("int8") else ():
+    little = recipe.startswith("int8") or recipe == "int4-hq"
+    for family in (held_gpt2, held_llama) if little else ():
         as_they_are = property(lambda s: 2 * s.x + 4 * getattr(s, "k", s.x))
         monkeypatch.setattr(family._Sizes, "attention", as_they_are)
     base, changes, vocabulary = FAMILIES[shape]

@@ -89,7 +89,7 @@ def test_a_step_in_4_bits_asks_for_its_stages():
             found.setdefault(case.op.name, set()).add(case.problem)
     of_products = {"bit_split", "gather_rows", "hadamard_quantize", "int4_gemm", "sample_rows"}
     between = {"add", "column_sum", "dequantize", "gelu", "layernorm", "quantize", "quantize_qkv"}
-    of_codes = {"bit_split_codes", "hadamard_quantize_codes"}
+    of_codes = {"bit_split_codes", "hadamard_quantize_codes", "measured_step"}
     assert set(found) == {*of_products, *between, *of_codes, "add_rows", "cross_entropy"}
     shapes = {
         name: {(p.m, p.n, p.k) for p in found["int4_gemm"] if p.product == name}

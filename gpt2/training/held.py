@@ -156,14 +156,15 @@ class Int4Bytes(NamedTuple):
         code: bytes that backward keeps of a number of an input, packed.
         made: bytes of the codes that are made of a number of a gradient.
         again: of those that are made of a gradient that comes as codes.
-        for_x, for_w: rows of a gradient that a product has room for, per token.
-        gathered: rows of it that are gathered for the weight's gradient, per token.
+        hat: of the floats that an input's gradient is made of.
+        for_w: rows of an input that its weight's gradient has room for, per token.
+        gathered: rows of a gradient that are gathered for it, per token.
     """
 
     code: float
     made: float
     again: float
-    for_x: float
+    hat: float
     for_w: float
     gathered: float
 
@@ -171,11 +172,11 @@ class Int4Bytes(NamedTuple):
 def int4_bytes(tokens: int, how: Int4) -> Int4Bytes:
     """Return what layers hold of a number when they multiply so many tokens."""
     if how.gradient == "int8":
-        return Int4Bytes(0.5, 2 * code_bytes(GRADIENT_BLOCK), 0.0, 1.0, 1.0, 0.0)
+        return Int4Bytes(0.5, 2 * code_bytes(GRADIENT_BLOCK), 0.0, 0.0, 1.0, 0.0)
     split = 1 if how.gradient == "nearest" else 2
     keep = "half" if how.gradient == "sampled" else "all"
     for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
-    return Int4Bytes(0.5, split / 2, split / 2, for_x, for_w, for_w)
+    return Int4Bytes(0.5, split / 2, split / 2, 2 * for_x, for_w, for_w)
 
 
 class Head(NamedTuple):

@@ -115,31 +115,32 @@ def _int4_block(s: _Sizes, flow: float, how: Int4) -> Part:
     Args:
         flow: bytes of a code of what flows between products.
     """
-    code, g, again, for_x, for_w, gathered = int4_bytes(s.tokens, how)
+    code, g, again, hat, for_w, gathered = int4_bytes(s.tokens, how)
     # Codes of q k v and o, of what both norms read and of f; of three products' inputs; squares of
     # rows.
     kept = ((3 + 1 + 1 + 1 + 4) * flow + 3 * code) * s.x + 4 * s.rows + 12 * s.tokens
     after_mlp, after_attention = 5 * flow + 2 * code, 9 * flow + 2 * code
     dy = 2 + 2 * s.masked  # that of the stream, and its own where something was dropped
+    du = 4 * (hat + 2) if hat else 4 * flow  # as codes, or as floats first
     moments = (
-        Moment(0, (dy + 4 * code + g + 8 * for_x + 8) * s.x, 0),  # codes of u and dy, du twice
-        Moment(0, (dy + 4 * code + g + 8 + 4 * for_w + gathered) * s.x + 16 * s.w, 0),
-        Moment(0, (dy + 4 * code + g + 8) * s.x + 16 * s.w, 16 * s.w),
+        Moment(0, (dy + 4 * code + g + du) * s.x, 0),  # codes of u and dy
+        Moment(0, (dy + 4 * code + g + 4 * flow + 4 * for_w + gathered) * s.x + 16 * s.w, 0),
+        Moment(0, (dy + 4 * code + g + 4 * flow) * s.x + 16 * s.w, 16 * s.w),
         # df and its transpose, and codes of it in 4 bits
         Moment(
-            0, (dy + 8 * flow + 4 * again + 2 + for_w + 4 * gathered) * s.x + 16 * s.w, 16 * s.w
+            0,
+            (dy + 8 * flow + 4 * again + flow + for_w + 4 * gathered) * s.x + 16 * s.w,
+            16 * s.w,
         ),
-        Moment(0, (dy + 8 * flow + 4 * again + 2) * s.x + 16 * s.w, 32 * s.w),
+        Moment(0, (dy + 8 * flow + 4 * again + flow) * s.x + 16 * s.w, 32 * s.w),
         Moment(after_mlp * s.x, (2 + 2 + 8) * s.x + s.attention, 36 * s.w),  # dx, do, q k v o
         # dx, dq dk dv and codes of them both ways
         Moment(
             after_attention * s.x,
-            (2 + 6 + 6 * flow + 3 * again + 2 + for_w + 3 * gathered) * s.x + 12 * s.w,
+            (2 + 6 + 7 * flow + 3 * again + for_w + 3 * gathered) * s.x + 12 * s.w,
             36 * s.w,
         ),
-        Moment(
-            after_attention * s.x, (2 + 6 + 6 * flow + 3 * again + 2) * s.x + 12 * s.w, 48 * s.w
-        ),
+        Moment(after_attention * s.x, (2 + 6 + 7 * flow + 3 * again) * s.x + 12 * s.w, 48 * s.w),
     )
     # u and its codes, y, x before and after attention; and the embeddings in FP32.
     return Part("block", kept, moments, (4 + 4 + 2 + 2 + 2 + 4) * s.x, 16 * s.w)

@@ -219,7 +219,7 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
 
 def _int4_block(s: _Sizes, how: Int4) -> Part:
     """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
-    code, g, _, for_x, for_w, gathered = int4_bytes(s.tokens, how)
+    code, g, _, hat, for_w, gathered = int4_bytes(s.tokens, how)
     # x, q, o, x; k v; gate, silu, up; codes of seven inputs, of which one is u; squares of rows.
     kept = (4 + 2 + 2 + 4 + 6 * code + 2 * s.masked) * s.x + 4 * s.k + (6 + code) * s.h
     kept += 4 * s.angles + 4 * s.rows + 28 * s.tokens
@@ -228,7 +228,7 @@ def _int4_block(s: _Sizes, how: Int4) -> Part:
     down, up = gathered * s.x + for_w * s.h, for_w * s.x + gathered * s.h
     of_query = Moment(kept - (4 + code) * s.x, (4 + 4 + 2 + g + 2) * s.x, 4 * s.weights - 4 * s.w)
     moments = (
-        Moment(0, (4 + 2 + g) * s.x + (2 * for_x + 2) * s.h, 0),  # dx, dy and codes, du twice
+        Moment(0, (4 + 2 + g) * s.x + (hat + 2) * s.h, 0),  # dx, dy and codes, du twice
         Moment(0, (4 + 2 + g) * s.x + 2 * s.h + down + 4 * s.wh, 0),
         Moment(0, (4 + 2 + g) * s.x + 2 * s.h + 4 * s.wh, 4 * s.wh),
         Moment(code * s.h, 4 * s.x + 6 * s.h, 4 * s.wh),  # dx, du, dsilu, dup
