@@ -139,7 +139,7 @@ def test_the_function_and_its_operators(device):
 
 
 def test_what_is_refused():
-    with pytest.raises(UsageError, match="dtype=int4 .*expected one of bf16"):
+    with pytest.raises(UsageError, match=r"dtype=int4 .*expected one of bf16"):
         OP.Problem(4, 8, dtype="int4")
     problem, h200 = OP.Problem(64, 64), target_device((9, 0))
     for config, reason in (

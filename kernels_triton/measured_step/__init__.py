@@ -48,10 +48,10 @@ def step_kernel(
 ):
     """Write max(share·√Σx², least) over `count` rows that lie `apart`, in a fixed order."""
     across = tl.cdiv(N, TILE_N)
-    tile = tl.program_id(0)
-    place = tile // across * TILE_M + tl.arange(0, TILE_M)
+    own = tl.program_id(0)
+    place = own // across * TILE_M + tl.arange(0, TILE_M)
     rows = (first + place.to(tl.int64) * apart)[:, None]
-    col0 = tile % across * TILE_N
+    col0 = own % across * TILE_N
     cols = col0 + tl.arange(0, TILE_N)
     inside = (place < count)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows * stride + cols[None, :], mask=inside, other=0)
@@ -59,21 +59,22 @@ def step_kernel(
         blocks: tl.constexpr = TILE_N // BLOCK
         places = col0 // BLOCK + tl.arange(0, blocks)
         there = (place < count)[:, None] & (places < tl.cdiv(N, BLOCK))[None, :]
-        at = x_scale_ptr + rows // BLOCK * x_scale_stride + places[None, :]
-        scale = tl.load(at, mask=there, other=0.0)
+        scales = x_scale_ptr + rows // BLOCK * x_scale_stride + places[None, :]
+        scale = tl.load(scales, mask=there, other=0.0)
         q = tl.reshape(x.to(tl.int32), (TILE_M, blocks, BLOCK))
         squares = tl.sum(q * q, 2).to(tl.float32) * scale * scale
     else:
         wide = widen(x)
         squares = wide * wide
-    tl.store(partial_ptr + tile, tl.sum(tl.sum(squares, 1), 0))
+    tl.store(partial_ptr + own, tl.sum(tl.sum(squares, 1), 0))
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tiles - 1:
         tl.store(counter_ptr, 0)
         total = tl.zeros((1024,), tl.float32)
         for start in range(0, tiles, 1024):
-            at = start + tl.arange(0, 1024)
-            total += tl.load(partial_ptr + at, mask=at < tiles, other=0.0, cache_modifier=".cg")
+            tile = start + tl.arange(0, 1024)
+            added = tile < tiles
+            total += tl.load(partial_ptr + tile, mask=added, other=0.0, cache_modifier=".cg")
         step = share * tl.sqrt_rn(tl.sum(total, 0))
         tl.store(step_ptr, tl.where(step < least, least, step))
 
