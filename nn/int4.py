@@ -16,10 +16,9 @@ What backward keeps of an input is its codes, half a byte per element.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from jetfire.core.arguments import checked
 from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
-from jetfire.core.kept_rows import Keep, Parts, SampledRows, capacity
 from jetfire.core.problem import Block, Codes, FloatName, Group
-from jetfire.core.tensors import Quantized, Quantized4, blocks_of
+from jetfire.core.tensors import Quantized, Quantized4
+from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
@@ -39,50 +38,27 @@ from jetfire.nn.products import (
     Placed,
     checked_weight,
     keys_for_backward,
-    quantised_gradient,
 )
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
 from jetfire.ops import (
-    int4_bit_split,
-    int4_bit_split_codes,
     int4_gather_rows,
     int4_measured_step,
     int4_quantize,
     int4_quantize_backward,
     int4_quantize_codes,
-    int4_sample_rows,
-    int8_column_sum,
     int8_dequantize,
-    int8_gemm,
     int8_quantize,
 )
-from jetfire.ops.int4_gemm import MOST_K, int4_gemm
+from jetfire.ops.int4_gemm import int4_gemm
 from jetfire.reference import hadamard
 
 Tensor = torch.Tensor
 # About so many rows of a first batch tell its group.
 _SEARCHED_ROWS = 4096
-# Keys of a product's backward: for the gradient's parts, and for the rows of each of its products.
-KEYS = 3
 # The buffer of a layer that searches its group: that group, fp32 (1,); 0 before the first batch.
 SEARCHED = "searched"
 # What layers had while their steps were learned; states of then still load, without these.
 EARLIER = ("step_x", "step_w", "calibration")
-
-
-def _kept(gradient: str) -> tuple[Parts, Keep]:
-    """Return how many parts a split gradient has, and which of their rows are kept."""
-    return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
-
-
-def _most_tokens(gradient: str) -> int:
-    parts, keep = _kept(gradient)
-    room = MOST_K["wgrad"]
-    return bisect_right(range(room + 1), room, key=lambda m: capacity(m, parts, "wgrad", keep)) - 1
-
-
-# Tokens whose weight gradient's integer sums fit in 32 bits. In INT8 only a block's are integers.
-MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in ("sampled", "nearest")}
 
 
 class Int4Setting(NamedTuple):
@@ -145,6 +121,13 @@ class Int4Kept(NamedTuple):
     qt: Tensor
     scale_t: Tensor | None
 
+    @property
+    def transpose(self) -> Quantized4 | Quantized:
+        """The codes of the weight's transpose, which its output's gradient is multiplied by."""
+        if self.scale_t is None:
+            return Quantized4(None, self.qt, self.scale)
+        return Quantized(self.qt, self.scale_t, block=GRADIENT_BLOCK)
+
 
 def multiply(x: Tensor | Quantized, by: Int4Product) -> tuple[Tensor, Int4Kept | None]:
     """Return x·Wᵀ + b, and what its backward keeps; None where none follows.
@@ -153,13 +136,13 @@ def multiply(x: Tensor | Quantized, by: Int4Product) -> tuple[Tensor, Int4Kept |
         x: floats, of which y has the dtype; or codes, then y is bf16.
     """
     codes = _quantised(x, by, "wide" if by.seeds is None else "both")
-    y = _times_weight(codes, by, _float_of(x))
+    y = _times_weight(codes, by, float_of(x))
     return y, None if by.seeds is None else _kept_of(codes, by)
 
 
 def multiply_alone(x: Tensor | Quantized, by: Int4Product) -> Tensor:
     """Return x·Wᵀ + b. What its backward reads, `keep` makes of the same input."""
-    return _times_weight(_quantised(x, by, "wide"), by, _float_of(x))
+    return _times_weight(_quantised(x, by, "wide"), by, float_of(x))
 
 
 def keep(x: Tensor | Quantized, by: Int4Product) -> Int4Kept:
@@ -180,11 +163,6 @@ def _kept_of(codes: Quantized4, by: Int4Product) -> Int4Kept:
     return Int4Kept(*of_x, by.weight, by.bias, by.seeds, by.scale, by.qt, by.scale_t)
 
 
-def _float_of(x: Tensor | Quantized) -> FloatName:
-    """Return the dtype that is made of a product's operand."""
-    return "bf16" if isinstance(x, Quantized) else FLOATS[x.dtype]
-
-
 def _quantised(x: Tensor | Quantized, by: Int4Product, layout: Codes) -> Quantized4:
     """Return the 4-bit codes of a product's input; of codes, where a group lies in their blocks."""
     more: dict[str, Any] = {"group": by.setting.group, "layout": layout}
@@ -194,18 +172,6 @@ def _quantised(x: Tensor | Quantized, by: Int4Product, layout: Codes) -> Quantiz
             return int4_quantize_codes(x, step, **more)
         x = int8_dequantize(x)
     return int4_quantize(x, step, **more)
-
-
-class Rounded(NamedTuple):
-    """How a product's backward rounds what it returns to INT8 codes: stochastically.
-
-    Attributes:
-        block: the side of their blocks.
-        seed: a key that nothing else is rounded with.
-    """
-
-    block: Block
-    seed: Tensor
 
 
 def multiply_backward(
@@ -225,11 +191,11 @@ def multiply_backward(
         rounded: makes the input's gradient codes.
     """
     x = Quantized4(kept.packed, None, kept.x_scale, kept.squares)
-    kind = _Whole if setting.gradient == "int8" else _Split
+    kind = Whole if setting.gradient == "int8" else Split
     gradient = kind.of(dy, setting.gradient, kept.seeds)
     dx = dw = db = None
     if wants_x:
-        dx = gradient.of_input(kept, x, setting.group, rounded)
+        dx = gradient.of_input(kept.transpose, x, setting.group, rounded)
     if wants.weight:
         dw_hat = gradient.transposed_times(x, FLOATS[kept.weight.dtype])
         of_weight = _out_by_in(kept.weight, setting.transposed)
@@ -265,125 +231,6 @@ def multiplied(x: Tensor, by: Int4Product) -> Tensor:
     """Return x·Wᵀ + b in the dtype of x, with gradients."""
     y: Tensor = _Int4LinearFunction.apply(x, *by)
     return y
-
-
-class _Split(NamedTuple):
-    """An output's gradient in 4-bit parts: unit·(14·hi + lo), or unit·lo alone.
-
-    Attributes:
-        given: as it was given, floats or INT8 codes.
-        codes: hi's rows above lo's; the unit is their scale.
-    """
-
-    given: Tensor | Quantized
-    codes: Quantized4
-    parts: Parts
-    keep: Keep
-    seeds: Tensor
-
-    @classmethod
-    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> _Split:
-        """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
-        parts, keep = _kept(how)
-        bits: Literal[8, 4] = 8 if parts == 2 else 4
-        if isinstance(gradient, Quantized):
-            codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])
-        else:
-            codes = int4_bit_split(gradient.contiguous(), bits=bits, seed=seeds[0:1])
-        return cls(gradient, codes, parts, keep, seeds)
-
-    def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> SampledRows:
-        assert self.codes.squares is not None
-        return int4_sample_rows(
-            self.codes.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
-        )
-
-    def of_input(
-        self, kept: Int4Kept, x: Quantized4, group: Group, rounded: Rounded | None
-    ) -> Tensor | Quantized:
-        """Return the input's gradient: of the kept rows, where x's codes were not clipped."""
-        rows, counts, weight, slots, _ = self._draw(self.seeds[1:2])
-        wide = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
-        wt, out = Quantized4(None, kept.qt, kept.scale), _float_of(self.given)
-        dx_hat = int4_gemm(wide, wt, weight=weight, counts=counts, out=out)
-        del wide
-        more: dict[str, Any] = {"slots": slots, "unit": self.codes.scale, "group": group}
-        dx: Tensor = int4_quantize_backward(dx_hat, q=x, **more)
-        del dx_hat
-        return dx if rounded is None else quantised_gradient(dx, *rounded, "q")
-
-    def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
-        """Return Gᵀ·X of the input's packed codes."""
-        rows, counts, _, _, repeat = self._draw(self.seeds[2:3], x.squares)
-        gt = int4_gather_rows(self.codes, rows=rows, counts=counts, repeat=repeat, transpose=True)
-        xt = int4_gather_rows(x, rows=rows, counts=counts, transpose=True)
-        return int4_gemm(gt, xt, counts=counts, out=out)
-
-    def column_sum(self) -> Tensor:
-        given = self.given
-        if isinstance(given, Quantized):
-            return int8_column_sum(given)
-        return given.sum(0, dtype=torch.float32)
-
-
-class _Whole(NamedTuple):
-    """An output's gradient in INT8.
-
-    Attributes:
-        codes: its own and those of its transpose, in blocks of `GRADIENT_BLOCK`.
-        out: the dtype of the floats that are made of it.
-    """
-
-    codes: Quantized
-    out: FloatName
-
-    @classmethod
-    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> _Whole:
-        """Return that of m×n; floats are rounded stochastically, with the first of the keys."""
-        out = _float_of(gradient)
-        if not isinstance(gradient, Quantized):
-            gradient = quantised_gradient(gradient, GRADIENT_BLOCK, seeds[0:1])
-        return cls(gradient, out)
-
-    def of_input(
-        self, kept: Int4Kept, x: Quantized4, group: Group, rounded: Rounded | None
-    ) -> Tensor | Quantized:
-        """Return the input's gradient, of clipped numbers too: one product, and no transform."""
-        weight = Quantized(kept.qt, kept.scale_t, block=GRADIENT_BLOCK)
-        if rounded is None:
-            dx: Tensor = int8_gemm(self.codes, weight, out=self.out)
-            return dx
-        more: dict[str, Any] = {"rounding": "stochastic", "seed": rounded.seed}
-        codes: Quantized = int8_gemm(
-            self.codes, weight, out="int8", out_block=rounded.block, **more
-        )
-        return codes
-
-    def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
-        """Return Gᵀ·X of the input's packed codes."""
-        xt = int4_gather_rows(x, transpose=True)
-        assert xt.wide is not None
-        m, n = xt.wide.shape
-        scale = xt.scale.expand(blocks_of(m, n, GRADIENT_BLOCK)).contiguous()
-        codes = Quantized(xt.wide, scale, block=GRADIENT_BLOCK)
-        product: Tensor = int8_gemm(self.codes.t, codes, out=out)
-        return product
-
-    def column_sum(self) -> Tensor:
-        return int8_column_sum(self.codes)
-
-
-def checked_tokens(tokens: int, gradient: Gradient) -> None:
-    """See that a backward, if one may follow, can take so many tokens at once.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    most = MOST_TOKENS.get(gradient)
-    if torch.is_grad_enabled() and most is not None and tokens > most:
-        raise UsageError(
-            f"{tokens} tokens at once: expected at most {most}, whose sums fit in 32 bits"
-        )
 
 
 def _out_by_in(weight: Tensor, transposed: bool) -> Tensor:

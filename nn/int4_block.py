@@ -28,18 +28,16 @@ from jetfire.nn import attention
 from jetfire.nn.block import GPT2StreamBlock
 from jetfire.nn.flow import Stream, checked_stream, side_by_side
 from jetfire.nn.int4 import (
-    KEYS,
     Int4Kept,
     Int4Linear,
     Int4Product,
-    Rounded,
-    checked_tokens,
     keep,
     multiplied,
     multiply,
     multiply_alone,
     multiply_backward,
 )
+from jetfire.nn.int4_gradient import KEYS, Rounded, checked_tokens
 from jetfire.nn.products import Placed, checked_block, keys_for_backward, quantised_gradient
 from jetfire.nn.recipes import DEFAULT, Int4
 from jetfire.ops import (

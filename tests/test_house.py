@@ -163,6 +163,7 @@ NAMED = {
     # Layers are made of ops, and some modules of theirs have their names.
     "nn/__init__.py": ["gelu", "layernorm"],
     "nn/int4.py": ["int4_gemm"],
+    "nn/int4_gradient.py": ["int4_gemm"],
     "nn/loss.py": ["cross_entropy"],
     "nn/moments.py": ["adamw8"],
     "nn/sizes.py": ["adamw8"],

@@ -29,6 +29,7 @@ from jetfire.nn import (
     flow,
     int4,
     int4_block,
+    int4_gradient,
     products,
 )
 from jetfire.nn.recipes import DEFAULT
@@ -231,7 +232,7 @@ def test_what_is_rounded_has_a_key_of_its_own(device, monkeypatch):
 
         return call
 
-    for module in (int4_block, int4, flow, products, attention):
+    for module in (int4_block, int4, int4_gradient, flow, products, attention):
         for name in [name for name in vars(module) if name.startswith(("int4_", "int8_"))]:
             monkeypatch.setattr(module, name, recorded(getattr(module, name)))
     run(block_of(device=device), *stream_of(device))

@@ -26,7 +26,8 @@ from jetfire.nn import (
     weights_changed,
 )
 from jetfire.nn import int4 as module_of_int4
-from jetfire.nn.int4 import MOST_TOKENS, SEARCHED
+from jetfire.nn.int4 import SEARCHED
+from jetfire.nn.int4_gradient import MOST_TOKENS
 from jetfire.ops import int4_measured_step, int8_dequantize, int8_quantize
 from jetfire.ops.int4_gemm import MOST_K
 from jetfire.reference import hadamard

@@ -1,0 +1,192 @@
+"""An output's gradient as a layer of 4-bit codes multiplies it: in parts, or whole.
+
+In parts it is "Training Transformers with 4-bit Integers" (arXiv 2306.11987), section 4: bit
+splitting, and leverage-score sampling of rows. Whole it is INT8 codes, as Hopper multiplies two
+4-bit parts in twice the time of the byte that they add up to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from jetfire.core.errors import UsageError
+from jetfire.core.kept_rows import Keep, Parts, SampledRows, capacity
+from jetfire.core.problem import Block, FloatName, Group
+from jetfire.core.tensors import Quantized, Quantized4, blocks_of
+from jetfire.nn.products import FLOATS, quantised_gradient
+from jetfire.nn.recipes import GRADIENT_BLOCK, Gradient
+from jetfire.ops import (
+    int4_bit_split,
+    int4_bit_split_codes,
+    int4_gather_rows,
+    int4_quantize_backward,
+    int4_sample_rows,
+    int8_column_sum,
+    int8_gemm,
+)
+from jetfire.ops.int4_gemm import MOST_K, int4_gemm
+
+Tensor = torch.Tensor
+# Keys of a product's backward: for the gradient's parts, and for the rows of each of its products.
+KEYS = 3
+
+
+def _kept(gradient: str) -> tuple[Parts, Keep]:
+    """Return how many parts a split gradient has, and which of their rows are kept."""
+    return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
+
+
+def _most_tokens(gradient: str) -> int:
+    parts, keep = _kept(gradient)
+    room = MOST_K["wgrad"]
+    return bisect_right(range(room + 1), room, key=lambda m: capacity(m, parts, "wgrad", keep)) - 1
+
+
+# Tokens whose weight gradient's integer sums fit in 32 bits. In INT8 only a block's are integers.
+MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in ("sampled", "nearest")}
+
+
+def checked_tokens(tokens: int, gradient: Gradient) -> None:
+    """See that a backward, if one may follow, can take so many tokens at once.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    most = MOST_TOKENS.get(gradient)
+    if torch.is_grad_enabled() and most is not None and tokens > most:
+        raise UsageError(
+            f"{tokens} tokens at once: expected at most {most}, whose sums fit in 32 bits"
+        )
+
+
+def float_of(x: Tensor | Quantized) -> FloatName:
+    """Return the dtype that is made of a product's operand."""
+    return "bf16" if isinstance(x, Quantized) else FLOATS[x.dtype]
+
+
+class Rounded(NamedTuple):
+    """How a product's backward rounds what it returns to INT8 codes: stochastically.
+
+    Attributes:
+        block: the side of their blocks.
+        seed: a key that nothing else is rounded with.
+    """
+
+    block: Block
+    seed: Tensor
+
+
+class Split(NamedTuple):
+    """An output's gradient in 4-bit parts: unit·(14·hi + lo), or unit·lo alone.
+
+    Attributes:
+        given: as it was given, floats or INT8 codes.
+        codes: hi's rows above lo's; the unit is their scale.
+    """
+
+    given: Tensor | Quantized
+    codes: Quantized4
+    parts: Parts
+    keep: Keep
+    seeds: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> Split:
+        """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
+        parts, keep = _kept(how)
+        bits: Literal[8, 4] = 8 if parts == 2 else 4
+        if isinstance(gradient, Quantized):
+            codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])
+        else:
+            codes = int4_bit_split(gradient.contiguous(), bits=bits, seed=seeds[0:1])
+        return cls(gradient, codes, parts, keep, seeds)
+
+    def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> SampledRows:
+        assert self.codes.squares is not None
+        return int4_sample_rows(
+            self.codes.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
+        )
+
+    def of_input(
+        self, weight: Any, x: Quantized4, group: Group, rounded: Rounded | None
+    ) -> Tensor | Quantized:
+        """Return the input's gradient: of the kept rows, where x's codes were not clipped.
+
+        Args:
+            weight: wide codes of the weight's transpose.
+            x: the input's packed codes.
+        """
+        rows, counts, chances, slots, _ = self._draw(self.seeds[1:2])
+        wide = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
+        dx_hat = int4_gemm(wide, weight, weight=chances, counts=counts, out=float_of(self.given))
+        del wide
+        more: dict[str, Any] = {"slots": slots, "unit": self.codes.scale, "group": group}
+        dx: Tensor = int4_quantize_backward(dx_hat, q=x, **more)
+        del dx_hat
+        return dx if rounded is None else quantised_gradient(dx, *rounded, "q")
+
+    def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
+        """Return Gᵀ·X of the input's packed codes."""
+        rows, counts, _, _, repeat = self._draw(self.seeds[2:3], x.squares)
+        gt = int4_gather_rows(self.codes, rows=rows, counts=counts, repeat=repeat, transpose=True)
+        xt = int4_gather_rows(x, rows=rows, counts=counts, transpose=True)
+        return int4_gemm(gt, xt, counts=counts, out=out)
+
+    def column_sum(self) -> Tensor:
+        given = self.given
+        if isinstance(given, Quantized):
+            return int8_column_sum(given)
+        return given.sum(0, dtype=torch.float32)
+
+
+class Whole(NamedTuple):
+    """An output's gradient in INT8.
+
+    Attributes:
+        codes: its own and those of its transpose, in blocks of `GRADIENT_BLOCK`.
+        out: the dtype of the floats that are made of it.
+    """
+
+    codes: Quantized
+    out: FloatName
+
+    @classmethod
+    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> Whole:
+        """Return that of m×n; floats are rounded stochastically, with the first of the keys."""
+        out = float_of(gradient)
+        if not isinstance(gradient, Quantized):
+            gradient = quantised_gradient(gradient, GRADIENT_BLOCK, seeds[0:1])
+        return cls(gradient, out)
+
+    def of_input(
+        self, weight: Any, x: Quantized4, group: Group, rounded: Rounded | None
+    ) -> Tensor | Quantized:
+        """Return the input's gradient, of clipped numbers too: one product, and no transform.
+
+        Args:
+            weight: INT8 codes of what the codes of the weight's transpose stand for.
+        """
+        if rounded is None:
+            dx: Tensor = int8_gemm(self.codes, weight, out=self.out)
+            return dx
+        more: dict[str, Any] = {"rounding": "stochastic", "seed": rounded.seed}
+        codes: Quantized = int8_gemm(
+            self.codes, weight, out="int8", out_block=rounded.block, **more
+        )
+        return codes
+
+    def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
+        """Return Gᵀ·X of the input's packed codes."""
+        xt = int4_gather_rows(x, transpose=True)
+        assert xt.wide is not None
+        m, n = xt.wide.shape
+        scale = xt.scale.expand(blocks_of(m, n, GRADIENT_BLOCK)).contiguous()
+        codes = Quantized(xt.wide, scale, block=GRADIENT_BLOCK)
+        product: Tensor = int8_gemm(self.codes.t, codes, out=out)
+        return product
+
+    def column_sum(self) -> Tensor:
+        return int8_column_sum(self.codes)
