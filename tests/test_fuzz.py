@@ -502,7 +502,7 @@ def test_edges_are_inputs_like_the_others(name):
                     changed |= set() if torch.equal(bits(found[key]), bits(was)) else {key}
             assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param"}
             assert all(key in changed for key in inputs if key.startswith("seed"))
-            assert changed or name in ("column_sum", "dequantize", "transpose")
+            assert changed or name in ("column_sum", "dequantize", "measured_step", "transpose")
 
 
 def test_edges_of_targets_are_other_targets_in_32_bits():
@@ -550,3 +550,26 @@ def test_a_share_of_0_is_not_an_empty_tensor():
     assert not Example("fallback_gemm", "triton", fields, {}).empty
     assert Example("fallback_gemm", "triton", {**fields, "k": 0}, {}).empty
     assert Example("gather_rows", "triton", {"m": 8, "n": 8, "rows": 0}, {}).empty
+
+
+@pytest.mark.parametrize(
+    ("message", "left", "lacks"),
+    [
+        ("CUDA error: unknown error", 2**28, True),
+        ("CUDA error: unknown error", 2**33, False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgemm(`", 2**28, True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgemm(`", 2**33, False),
+        ("CUDA error: an illegal memory access was encountered", 2**28, False),
+        ("Triton Error [CUDA]: out of memory", 2**33, True),
+    ],
+)
+def test_a_vague_error_is_the_memory_s_only_where_little_is_left(monkeypatch, message, left, lacks):
+    case, device = Example("gelu", "torch", {"m": 2, "n": 2}, {}), target_device((9, 0))
+
+    def fails(*_):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(run, "_prepare", fails)
+    monkeypatch.setattr(run, "_give_back", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (left, 2**36))
+    assert run.run_case(case, device).kind == ("skipped" if lacks else "raised")
