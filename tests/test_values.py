@@ -41,6 +41,7 @@ FIELDS = {
         {"mode": "bwd", "group": 2, "given": "x", "dtype": "fp32"},
     ],
     "hadamard_quantize_codes": [{"group": 2}],
+    "hadamard_restore": [{"group": 2}],
     "int4_gemm": [{}, {"product": "dgrad", "operands": "wide"}],
     "layernorm": [
         {"mode": "fwd"},
