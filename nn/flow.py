@@ -346,7 +346,7 @@ class _Leave(torch.autograd.Function):
             return _gradients(g, xt, ctx.weights[index], wanted[index], setting)
 
         g = None if ctx.handoff is None else ctx.handoff.take(dx)
-        if g is None:
+        if g is None or g.block != block:  # as a block of another recipe left it
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)

@@ -15,9 +15,7 @@ What backward keeps of an input is its codes, half a byte per element.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
-from jetfire.core.calls import LIBRARY
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, Codes, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4
@@ -35,8 +32,10 @@ from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
     FLOATS,
+    Handoff,
     Placed,
     checked_weight,
+    handed,
     keys_for_backward,
 )
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
@@ -46,8 +45,8 @@ from jetfire.ops import (
     int4_quantize,
     int4_quantize_backward,
     int4_quantize_codes,
+    int4_restore,
     int8_dequantize,
-    int8_quantize,
 )
 from jetfire.ops.int4_gemm import int4_gemm
 from jetfire.reference import hadamard
@@ -211,25 +210,30 @@ class _Int4LinearFunction(torch.autograd.Function):
     """y = x·Wᵀ + b from codes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *by: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, handoff: Handoff | None, *by: Any) -> Tensor:
         product = Int4Product(*by)
         y, kept = multiply(x, product)
         if kept is not None:
             ctx.save_for_backward(*kept)
-        ctx.setting = product.setting
+        ctx.handoff, ctx.setting = handoff, product.setting
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wants_x, *wants = ctx.needs_input_grad
-        kept = Int4Kept(*ctx.saved_tensors)
-        return multiply_backward(grads[0], kept, ctx.setting, wants_x, Int4Product(*wants))
+        wants_x, _, *wants = ctx.needs_input_grad
+        kept, dy = Int4Kept(*ctx.saved_tensors), handed(ctx.handoff, grads[0])
+        dx, *of = multiply_backward(dy, kept, ctx.setting, wants_x, Int4Product(*wants))
+        return dx, None, *of
 
 
-def multiplied(x: Tensor, by: Int4Product) -> Tensor:
-    """Return x·Wᵀ + b in the dtype of x, with gradients."""
-    y: Tensor = _Int4LinearFunction.apply(x, *by)
+def multiplied(x: Tensor, by: Int4Product, handoff: Handoff | None = None) -> Tensor:
+    """Return x·Wᵀ + b in the dtype of x, with gradients.
+
+    Args:
+        handoff: may have the codes of y's gradient, in blocks as `Int4Setting.block` says.
+    """
+    y: Tensor = _Int4LinearFunction.apply(x, handoff, *by)
     return y
 
 
@@ -313,7 +317,7 @@ class _Int4Layer(nn.Module):
             w = int4_quantize(matrix, int4_measured_step(matrix), group=group, layout=layout)
             assert w.wide is not None
             if whole:
-                return w.wide, w.scale, *_restored_transpose(w.wide, w.scale, group)
+                return w.wide, w.scale, *int4_restore(w, group=group, block=GRADIENT_BLOCK)[:2]
             wt = int4_gather_rows(w, transpose=True, wide=True)
             assert wt.wide is not None
             return w.wide, w.scale, wt.wide, None
@@ -360,37 +364,6 @@ class _Int4Layer(nn.Module):
             f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, "
             f"group={self.int4.group}, gradient={self.int4.gradient}"
         )
-
-
-def _restored_transpose(q: Tensor, step: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return INT8 codes and scales of the transpose of what a weight's wide codes stand for."""
-    compiling = torch.compiler.is_compiling()
-    restored: Any = torch.ops.jetfire.restored if compiling else _restored
-    codes = int8_quantize(restored(q, group), block=GRADIENT_BLOCK, layout="qt")
-    assert codes.qt is not None
-    assert codes.scale_t is not None
-    return codes.qt, codes.scale_t * (step / (16 * math.sqrt(group)))
-
-
-def _restored(q: Tensor, group: int) -> Tensor:
-    """Return wide codes transformed back, times √group: sums of integers, rounded once, to bf16."""
-    return (q.view(-1, group).bfloat16() @ _signs(group, q.device)).view_as(q)
-
-
-@cache
-def _signs(group: int, device: torch.device) -> Tensor:
-    """Return the Hadamard matrix of 1 and −1, bf16."""
-    return hadamard.matrix(group).sign().to(device, torch.bfloat16)
-
-
-# One operator to a compiler: the matrix is a constant of it.
-LIBRARY.define("restored(Tensor q, int group) -> Tensor")
-LIBRARY.impl("restored", _restored, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("jetfire::restored", lib=LIBRARY)
-def _(q: Tensor, group: int) -> Tensor:
-    return q.new_empty(q.shape, dtype=torch.bfloat16)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -38,7 +38,14 @@ from jetfire.nn.int4 import (
     multiply_backward,
 )
 from jetfire.nn.int4_gradient import KEYS, Rounded, checked_tokens
-from jetfire.nn.products import Placed, checked_block, keys_for_backward, quantised_gradient
+from jetfire.nn.products import (
+    Handoff,
+    Placed,
+    checked_block,
+    handed,
+    keys_for_backward,
+    quantised_gradient,
+)
 from jetfire.nn.recipes import DEFAULT, Int4
 from jetfire.ops import (
     int8_add,
@@ -74,6 +81,18 @@ class _Flow(NamedTuple):
     dropout: float
 
 
+class _To(NamedTuple):
+    """Where a half leaves the codes of its stream's gradient, for the product before it.
+
+    Attributes:
+        handoff: None if nobody takes them.
+        block: the side of their blocks.
+    """
+
+    handoff: Handoff | None
+    block: Block
+
+
 class _Norm(NamedTuple):
     """A LayerNorm and what it reads, in the order in which autograd is given it.
 
@@ -97,20 +116,24 @@ class _Norm(NamedTuple):
         return h, self._replace(mean=mean, rstd=rstd)
 
     def backward(
-        self, dh: Quantized, dx: Tensor, flow: _Flow, seed: Tensor
+        self, dh: Quantized, dx: Tensor, flow: _Flow, seed: Tensor, to: _To
     ) -> tuple[Tensor | None, ...]:
         """Return the stream's gradient through the norm and past it, and those of its fields.
 
         Args:
             dh: of its output; dx: of the stream past it.
+            to: who takes the codes of the stream's gradient.
         """
         assert self.mean is not None
         assert self.rstd is not None
         s = Quantized(self.q, self.scale, block=flow.side)
         rows = self.weight, self.mean, self.rstd
-        dx, _, dweight, dbias = int8_layernorm_add_backward(
-            s, dh, *rows, dx.contiguous(), seed=seed
+        more: dict[str, Any] = {"layout": "both", "out_block": to.block} if to.handoff else {}
+        dx, codes, dweight, dbias = int8_layernorm_add_backward(
+            s, dh, *rows, dx.contiguous(), seed=seed, **more
         )
+        if to.handoff is not None:
+            to.handoff.put(dx, codes)
         return dx, *[None] * 4, dweight, dbias
 
 
@@ -125,7 +148,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flow: _Flow, seeds: Tensor | None, x: Tensor, *given: Any
+        ctx: Any, flow: _Flow, before: Handoff | None, seeds: Tensor | None, x: Tensor, *given: Any
     ) -> tuple[Tensor, ...]:
         product = Int4Product(*given[_NORM:])
         h, norm = _Norm(*given[:_NORM]).normed(flow)
@@ -133,6 +156,7 @@ class _Enter(torch.autograd.Function):
         if kept is not None:
             ctx.save_for_backward(seeds, *norm, *kept)
         ctx.flow, ctx.setting = flow, product.setting
+        ctx.to = _To(before, product.setting.block(flow.side))
         return x.view_as(x), *y.chunk(3, dim=1)
 
     @staticmethod
@@ -145,7 +169,8 @@ class _Enter(torch.autograd.Function):
         wants = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
         rounded = Rounded(flow.side, seeds[1:2])
         dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants, rounded)
-        return None, None, *norm.backward(dh, dx, flow, seeds[2:3]), *of_product
+        of_norm = norm.backward(dh, dx, flow, seeds[2:3], ctx.to)
+        return None, None, None, *of_norm, *of_product
 
 
 class _Mlp(torch.autograd.Function):
@@ -153,7 +178,13 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flow: _Flow, seeds: Tensor | None, x: Tensor, *given: Any
+        ctx: Any,
+        flow: _Flow,
+        before: Handoff | None,
+        after: Handoff | None,
+        seeds: Tensor | None,
+        x: Tensor,
+        *given: Any,
     ) -> tuple[Tensor, Tensor]:
         product1 = Int4Product(*given[_NORM:-_PRODUCT])
         product2 = Int4Product(*given[-_PRODUCT:])
@@ -165,6 +196,7 @@ class _Mlp(torch.autograd.Function):
         if kept1 is not None:
             ctx.save_for_backward(seeds, f.q, f.scale, *norm, *kept1, *product2[:-1])
         ctx.flow, ctx.settings = flow, (product1.setting, product2.setting)
+        ctx.to, ctx.after = _To(before, product1.setting.block(flow.side)), after
         return x.view_as(x), y
 
     @staticmethod
@@ -181,15 +213,17 @@ class _Mlp(torch.autograd.Function):
         kept2 = keep(int8_gelu(f), product2)
         first, second = ctx.settings
         rounded = Rounded(flow.side, seeds[0:1])
-        g, *of_second = multiply_backward(dy, kept2, second, True, wants2, rounded)
-        del kept2
+        given = handed(ctx.after, dy)
+        g, *of_second = multiply_backward(given, kept2, second, True, wants2, rounded)
+        del kept2, given
         more: dict[str, Any] = {"seed": seeds[1:2], "out_block": first.block(flow.side)}
         df = int8_gelu_backward(f, g, layout="both", inplace=True, **more)
         del g
         rounded = Rounded(flow.side, seeds[2:3])
         dh, *of_first = multiply_backward(df, kept1, first, True, wants1, rounded)
         del df
-        return None, None, *norm.backward(dh, dx, flow, seeds[3:4]), *of_first, *of_second
+        of_norm = norm.backward(dh, dx, flow, seeds[3:4], ctx.to)
+        return None, None, None, None, *of_norm, *of_first, *of_second
 
 
 class _Added(torch.autograd.Function):
@@ -292,7 +326,7 @@ class Int4Block(GPT2StreamBlock):
 
         own, norm = next(keys), _norm_of(stream, self.norm1)
         by = self.qkv.product(lambda: int8_dequantize(norm.normed(flow)[0]), next(keys))
-        x, *parts = _enter(flow, own, stream.x, *norm, *by)
+        x, *parts = _enter(flow, stream.handoff, own, stream.x, *norm, *by)
 
         def attend(*parts: Tensor) -> Tensor:
             return self.attended(parts, batch, flow.dropout)
@@ -302,12 +336,14 @@ class Int4Block(GPT2StreamBlock):
         attended = kept(*parts).reshape(x.shape)
         del parts  # of which attention may keep codes
         by = self.projection.product(attended.detach, next(keys))
-        stream = added(x, multiplied(attended, by))
+        compiling = torch.compiler.is_compiling()
+        between, after = (None, None) if compiling else (Handoff(), Handoff())
+        stream = added(x, multiplied(attended, by, between))._replace(handoff=between)
         del attended
-        x, y = self._mlp(stream, flow, keys)
-        return added(x, y)
+        x, y = self._mlp(stream, flow, keys, after)
+        return added(x, y)._replace(handoff=after)
 
-    def _mlp(self, stream: Stream, flow: _Flow, keys: Iterator[Any]) -> Any:
+    def _mlp(self, stream: Stream, flow: _Flow, keys: Iterator[Any], after: Handoff | None) -> Any:
         """Return the stream, which passes through, and what the MLP adds to it."""
         own, norm = next(keys), _norm_of(stream, self.norm2)
 
@@ -327,7 +363,7 @@ class Int4Block(GPT2StreamBlock):
             return F.gelu(f, approximate="tanh")
 
         second = self.contract.product(activated, next(keys))
-        return _mlp(flow, own, stream.x, *norm, *first, *second)
+        return _mlp(flow, stream.handoff, after, own, stream.x, *norm, *first, *second)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, flow={self.flow}"

@@ -283,6 +283,12 @@ class Handoff:
         return codes
 
 
+def handed(handoff: Handoff | None, gradient: torch.Tensor) -> torch.Tensor | Quantized:
+    """Return a gradient's codes where they are handed over, else the gradient."""
+    codes = None if handoff is None else handoff.take(gradient)
+    return gradient if codes is None else codes
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether it is a DTensor, by its name: its own module takes 0.8 s to import.
 

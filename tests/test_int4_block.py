@@ -243,6 +243,39 @@ def test_what_is_rounded_has_a_key_of_its_own(device, monkeypatch):
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.parametrize("name", INT4)
+def test_codes_of_the_stream_s_gradient_are_made_once(device, monkeypatch, name):
+    """Of two blocks the last product alone quantises it itself: nobody follows it."""
+    first, second = (block_of(INT4[name], device) for _ in range(2))
+    x, dy = stream_of(device)
+    made = []
+
+    def recorded(function):
+        def call(g, *args, **options):
+            made.append(function.__name__)
+            return function(g, *args, **options)
+
+        return call
+
+    for function in ("quantised_gradient", "int4_bit_split"):
+        monkeypatch.setattr(int4_gradient, function, recorded(getattr(int4_gradient, function)))
+    y = second(first(Stream.of(x, 32), BATCH), BATCH).x
+    torch.autograd.grad(y, [x, *first.parameters(), *second.parameters()], dy)
+    of_stream = "quantised_gradient" if name == "int4-hq" else "int4_bit_split"
+    assert made.count(of_stream) == 1
+
+
+def test_blocks_of_other_recipes_may_follow(device):
+    """What one leaves of the stream's gradient is in blocks that the other does not multiply."""
+    kinds = (INT4["int4-hq"], INT4["int4-hq-lss"])
+    for one, other in (kinds, kinds[::-1]):
+        first, second = block_of(one, device), block_of(other, device)
+        x, dy = stream_of(device)
+        y = second(first(Stream.of(x, 32), BATCH), BATCH).x
+        found = torch.autograd.grad(y, [x, *first.parameters()], dy)
+        assert all(bool(g.isfinite().all()) and bool(g.any()) for g in found)
+
+
 def test_dropped_numbers_have_no_gradient(device):
     setting = int4_block._Flow(32, 1e-5, 0.25)
     x, y = torch.rand(2, 96, WIDTH, device=device).add(1).bfloat16().requires_grad_().unbind()
@@ -403,10 +436,12 @@ def test_repr():
 # torch.compile, and the GPU
 
 
-def test_compiles(device, monkeypatch):
-    """To the same bits, but for those of attention, which keeps no codes there."""
+@pytest.mark.parametrize("name", ["int4-hq-lss", "int4-hq"])
+def test_compiles(device, monkeypatch, name):
+    """To the same bits, but for attention, which keeps no codes there, and handed-over codes."""
     monkeypatch.setattr(attention, "keeps_codes", lambda attend, *_: attend)
-    block, (x, dy) = block_of(device=device), stream_of(device)
+    monkeypatch.setattr(int4_block, "Handoff", lambda: None)
+    block, (x, dy) = block_of(INT4[name], device), stream_of(device)
     run(block, x, dy)  # the first batch is not for a compiler
     torch._dynamo.reset()
     stream = Stream.of(x, 32)
