@@ -19,7 +19,7 @@ from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core.tensors import Tensors, float_name
+from jetfire.core.tensors import Tensors, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ class Operator:
         known = dict(zip((*self._sized, *self._scalars), rest, strict=False))
         derived = self._derive(*(known[name] for name in self._derived_from))
         if self._dtype_field:
-            derived[self._dtype_field] = float_name(dtype)
+            derived[self._dtype_field] = dtype_name(dtype)
         given = {name: known[name] for name in self._scalars if name in known}
         return {**derived, **self._fields, **given}
 

@@ -154,6 +154,12 @@ def empty(specs: Specs, device: torch.device) -> Tensors:
 
 
 @cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a `Spec`'s name of torch's dtype."""
+    return {dtype_of(name): name for name in ("bf16", "fp16", "fp32", "int8")}[dtype]
+
+
+@cache
 def float_name(dtype: torch.dtype) -> FloatName:
     """Return the short name of a torch dtype."""
     names: dict[torch.dtype, FloatName] = {

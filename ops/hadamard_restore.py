@@ -81,6 +81,10 @@ class HadamardRestore(StandardOp):
         found = hadamard_restore(**inputs, group=problem.group, block=problem.block)
         return dict(zip(("qt", "scale_t"), found, strict=True))
 
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        codes = Quantized4(None, inputs["wide"], inputs["step"])
+        return {"x": codes, "group": fields["group"], "block": fields["block"]}
+
     def edges(self, problem: HadamardRestoreProblem, inputs: Tensors, rng: Random) -> Tensors:
         """Draw steps of any size, and some that are none."""
         from jetfire.measure import edges

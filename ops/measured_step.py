@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +56,10 @@ class MeasuredStep(StandardOp):
     def writes(self, problem: MeasuredStepProblem) -> Specs:
         return {"step": Spec("fp32", (1,))}
 
+    def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
+        x, scale = inputs["x"], inputs.get("x_scale")
+        return {"x": x if scale is None else Quantized(x, scale, block=fields["block"])}
+
     def bytes(self, problem: MeasuredStepProblem) -> int:
         """Return those of the rows that are read."""
         from jetfire.reference.measured_step import rows_read
@@ -107,9 +111,8 @@ def _values(problem: MeasuredStepProblem, inputs: Tensors) -> Tensor:
 
 OP = MeasuredStep()
 
-_of_floats = Operator("measured_step(Tensor x) -> Tensor", dtype_field="dtype")
-_of_codes = Operator(
-    "measured_step.codes(Tensor x, Tensor x_scale, int block) -> Tensor", dtype="int8"
+_measured_step = Operator(
+    "measured_step(Tensor x, Tensor? x_scale, int block) -> Tensor", dtype_field="dtype"
 )
 
 
@@ -125,6 +128,6 @@ def int4_measured_step(x: Tensor | Quantized) -> Tensor:
         x: m×n bf16, fp16 or fp32; or INT8 codes.
     """
     if isinstance(x, Quantized):
-        return _of_codes(*expect.quantized("x", x), x.block)
+        return _measured_step(*expect.quantized("x", x), x.block)
     expect.matrix("x", x, expect.FLOATS)
-    return _of_floats(x)
+    return _measured_step(x, None, 32)

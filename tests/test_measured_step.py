@@ -120,7 +120,7 @@ def test_repeats_bit_for_bit_and_leaves_its_counter_at_zero(device):
     assert torch.equal(launched(problem, inputs), first)
 
 
-def test_the_function_and_its_operators(device):
+def test_the_function_and_its_operator(device):
     x = torch.randn(70, 96, device=device)
     codes = int8_quantize(x, block=64)
     of_codes = dequantize(codes.q, codes.scale, 64, torch.float64)
@@ -131,9 +131,9 @@ def test_the_function_and_its_operators(device):
         compiled = torch.compile(int4_measured_step, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(given), step)
     assert float(int4_measured_step(x[:0])) == LEAST
-    operators = torch.ops.jetfire.measured_step
-    torch.library.opcheck(operators.default, (x,))
-    torch.library.opcheck(operators.codes, (codes.q, codes.scale, 64))
+    operator = torch.ops.jetfire.measured_step.default
+    torch.library.opcheck(operator, (x, None, 32))
+    torch.library.opcheck(operator, (codes.q, codes.scale, 64))
     with pytest.raises(UsageError, match="x is float64: expected bfloat16 or float16 or float32"):
         int4_measured_step(x.double())
 

@@ -24,7 +24,7 @@ class TorchMeasuredStep(TorchKernel):
             block = problem.block
             wide = torch.nn.functional.pad(some, (0, -problem.n % block)).unflatten(1, (-1, block))
             squares = wide.int().square().sum(dim=2)
-            rows = torch.arange(problem.m)[read] // block
+            rows = torch.arange(problem.m, device=some.device)[read] // block
             norm = (squares * inputs["x_scale"][rows].double().square()).sum().sqrt()
         step = norm * (OF_RMS / count**0.5)
         return {"step": step.clamp(min=LEAST).float().view(1)}
