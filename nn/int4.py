@@ -190,8 +190,11 @@ def multiply_backward(
         rounded: makes the input's gradient codes.
     """
     x = Quantized4(kept.packed, None, kept.x_scale, kept.squares)
-    kind = Whole if setting.gradient == "int8" else Split
-    gradient = kind.of(dy, setting.gradient, kept.seeds)
+    gradient: Whole | Split
+    if setting.gradient == "int8":
+        gradient = Whole.of(dy, kept.seeds)
+    else:
+        gradient = Split.of(dy, setting.gradient, kept.seeds)
     dx = dw = db = None
     if wants_x:
         dx = gradient.of_input(kept.transpose, x, setting.group, rounded)

@@ -137,6 +137,7 @@ class Split(NamedTuple):
         return int4_gemm(gt, xt, counts=counts, out=out)
 
     def column_sum(self) -> Tensor:
+        """Return a bias's gradient, of all rows as they were given."""
         given = self.given
         if isinstance(given, Quantized):
             return int8_column_sum(given)
@@ -155,7 +156,7 @@ class Whole(NamedTuple):
     out: FloatName
 
     @classmethod
-    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> Whole:
+    def of(cls, gradient: Tensor | Quantized, seeds: Tensor) -> Whole:
         """Return that of m×n; floats are rounded stochastically, with the first of the keys.
 
         So are codes in other blocks, which a block of another recipe has handed over.
@@ -195,4 +196,5 @@ class Whole(NamedTuple):
         return product
 
     def column_sum(self) -> Tensor:
+        """Return a bias's gradient."""
         return int8_column_sum(self.codes)
