@@ -44,6 +44,22 @@ def spread(blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def hadamard(row, col, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Return SIZE×SIZE entries of the unscaled Hadamard transform from (row, col) on, int8.
+
+    They are ±1 within a group of columns, else 0. Both places lie within a group, or are 0 where
+    there are several in SIZE.
+    """
+    i, j = row + tl.arange(0, SIZE)[:, None], col + tl.arange(0, SIZE)[None, :]
+    parity = i & j & (GROUP - 1)
+    parity ^= parity >> 8
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    return tl.where(i // GROUP == j // GROUP, 1 - 2 * (parity & 1), 0).to(tl.int8)
+
+
+@triton.jit
 def divide(a, b):
     """Return a/b in fp32, correctly rounded where both and every step between are normal numbers.
 

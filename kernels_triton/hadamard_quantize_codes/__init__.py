@@ -10,6 +10,7 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
+from jetfire.kernels_triton.common import hadamard
 from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
 from jetfire.kernels_triton.tiles import (
     TileConfig,
@@ -25,17 +26,6 @@ from jetfire.reference.hadamard import factor
 
 # Adding it leaves an integer, rounded as the addition rounds, in a float's low bits.
 INTEGER = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def hadamard(SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the unscaled transform of SIZE columns, int8 SIZE×SIZE: ±1 within a group, else 0."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    parity = i & j & (GROUP - 1)
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    return tl.where(i // GROUP == j // GROUP, 1 - 2 * (parity & 1), 0).to(tl.int8)
 
 
 @triton.jit
@@ -65,7 +55,7 @@ def hadamard_quantize_codes_kernel(
     step = tl.load(step_ptr)
     inverse = tl.div_rn(factor, step)
     inverse = tl.where((inverse > 0) & (inverse < float("inf")), inverse, 0.0)
-    transform = hadamard(SIZE, GROUP)
+    transform = hadamard(0, 0, SIZE, GROUP)
     squares = tl.zeros((TILE_M,), tl.int32)
     faults = tl.zeros((TILE_N // BLOCK,), tl.int32)
     for col0 in range(0, N, TILE_N):

@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.kernels_triton.common import block_reduce_amax, block_scales, tile_codes
+from jetfire.kernels_triton.common import (
+    block_reduce_amax,
+    block_scales,
+    hadamard,
+    tile_codes,
+)
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TileConfig,
@@ -19,21 +24,6 @@ from jetfire.kernels_triton.tiles import (
     tile_grid,
 )
 from jetfire.reference.hadamard import factor
-
-
-@triton.jit
-def signs(row, col, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Return SIZE×SIZE entries of the unscaled transform from (row, col) on: ±1, 0 across groups.
-
-    Both places are within a group, or 0 where there are several in SIZE.
-    """
-    i, j = row + tl.arange(0, SIZE)[:, None], col + tl.arange(0, SIZE)[None, :]
-    parity = i & j & (GROUP - 1)
-    parity ^= parity >> 8
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    return tl.where(i // GROUP == j // GROUP, 1 - 2 * (parity & 1), 0).to(tl.int8)
 
 
 @triton.jit
@@ -56,14 +46,14 @@ def hadamard_restore_kernel(
     row0, col0 = grid_origin(TILE_M, TILE_N)
     if GROUP <= TILE_N:
         codes = load_tile(wide_ptr, row0, col0, M, N, stride, TILE_M, TILE_N) >> 4
-        t = tl.dot(tl.reshape(codes, (TILE_M * TILE_N // SIZE, SIZE)), signs(0, 0, SIZE, GROUP))
+        t = tl.dot(tl.reshape(codes, (TILE_M * TILE_N // SIZE, SIZE)), hadamard(0, 0, SIZE, GROUP))
         t = tl.reshape(t, (TILE_M, TILE_N))
     else:
         first = col0 // GROUP * GROUP
         t = tl.zeros((TILE_M, TILE_N), tl.int32)
         for start in range(0, GROUP, TILE_N):
             codes = load_tile(wide_ptr, row0, first + start, M, N, stride, TILE_M, TILE_N) >> 4
-            t += tl.dot(codes, signs(start, col0 - first, TILE_N, GROUP))
+            t += tl.dot(codes, hadamard(start, col0 - first, TILE_N, GROUP))
     x = t.to(tl.float32)
     scale, multiplier = block_scales(block_reduce_amax(x, BLOCK))
     q = tile_codes(x, multiplier, 0, row0, col0, BLOCK, False)
