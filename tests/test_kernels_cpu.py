@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from jetfire import ops
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.launch import choose, verify
@@ -47,6 +48,13 @@ def test_products_of_codes_are_torch_s(k):
     a[0], b[0] = -128, -128
     expected = torch._int_mm(a, b.t().contiguous()) if k > 1 else a.int() @ b.int().t()
     assert torch.equal(integers(a, b), expected)
+
+
+def test_a_product_has_the_same_bits_under_autocast():
+    a, b = (ops.int8_quantize(torch.randn(size, 300), block=32) for size in (70, 40))
+    expected = ops.int8_gemm(a, b, out="fp32")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ops.int8_gemm(a, b, out="fp32"), expected)
 
 
 def layouts(op):

@@ -7,23 +7,24 @@ from typing import Any
 import torch
 
 from jetfire.core.tensors import Tensors
-from jetfire.kernels_cpu.common import TorchKernel, integers, quantised
-from jetfire.reference.quantize import spread
+from jetfire.kernels_cpu.common import TorchKernel, quantised
 
 
 def product(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return A (m×k)·Bᵀ (n×k) in fp32, m×n: scaled int32 products of each block of K, summed."""
-    m, k = a.shape
-    n = b.shape[0]
+    """Return A (m×k)·Bᵀ (n×k) in fp32, m×n: scaled integer products of each block of K, summed.
+
+    In floats of 64 bits, which autocast leaves as they are; their sums need no int32 between.
+    """
+    m, n = a.shape[0], b.shape[0]
     c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
+    a_scale = a_scale.repeat_interleave(block, 0)[:m]
+    b_scale = b_scale.repeat_interleave(block, 0)[:n]
     for i in range(a_scale.shape[1]):
-        part = slice(i * block, min(k, (i + 1) * block))
-        inner = integers(a[:, part], b[:, part]).float()
-        rows = spread(a_scale[:, i, None], block, m, 1)
-        cols = spread(b_scale[:, i, None], block, n, 1)
-        c += inner.mul_(rows * cols.t())
+        part = slice(i * block, (i + 1) * block)
+        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        c += inner.mul_(a_scale[:, i, None] * b_scale[:, i])
     return c
 
 
