@@ -6,7 +6,9 @@ A spawned one imports it for 1.7 s. Whatever tests how processes start spawns th
 import atexit
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -72,6 +74,50 @@ def fork_workers(monkeypatch):
         monkeypatch.setattr(processes, "multiprocessing", forking)
         # The stack of a forked one is as deep as the tests', and so is its last traceback.
         monkeypatch.setattr(processes, "LOG_TAIL", 40_000)
+
+
+def start(target, *args):
+    """Start a process that calls a function; forked, unless a GPU's context is here."""
+    kind = SPAWN.Process if torch.cuda.is_initialized() else _Process
+    process = kind(target=target, args=args)
+    process.start()
+    atexit.register(process.kill)  # else a failed test's is waited for
+    return process
+
+
+def torchrun(script, *words, **environment):
+    """Have torchrun run a script in two processes; raise where it fails.
+
+    They are its forks, or spawned by it where a GPU's context is here.
+
+    Args:
+        environment: what they are given beside this process's.
+    """
+    words = [str(script), *map(str, words)]
+    if torch.cuda.is_initialized():
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        subprocess.run([*command, "--nproc_per_node=2", *words], check=True, env=environment)
+        return
+    process = start(_torchrun, words, environment)  # which changes how signals are handled
+    process.join(600)
+    assert process.exitcode == 0
+
+
+def _torchrun(words, environment):
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _own_streams()
+    os.environ.update(environment)
+    alone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
+    config = LaunchConfig(1, 1, 2, start_method="fork", **alone)
+    elastic_launch(config, _script)(words)
+
+
+def _script(words):
+    torch.set_num_threads(1)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 class Command:

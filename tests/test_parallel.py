@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,12 @@ from jetfire.gpt2.training.loop import Training
 from jetfire.gpt2.training.parallel import Group
 from jetfire.gpt2.training.runs import TrainOptions, opened
 from jetfire.gpt2.training.settings import make
+from jetfire.tests import forked
 
 SHARED = (
     "layers=2,heads=2,width=32,context=16,batch=4,steps=6,warmup=2,evaluate_every=4,"
     "evaluate_batches=3,checkpoint_every=4,keep=3,graph=false"
 )
-TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SCRIPT = Path(__file__).parent / "processes" / "train.py"
 
 
@@ -58,16 +56,10 @@ def runs(request, tmp_path_factory) -> Path:
 
 def make_runs(home: Path, runs: Path, device: str) -> None:
     (home / "text.txt").write_text(TEXT)
-    environment = {"JETFIRE_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
     # One of the two was seen to abort in malloc, about once in ten whole runs of the tests, and
-    # never where this ran alone: the stack says where.
-    environment["PYTHONFAULTHANDLER"] = "1"
-    subprocess.run(
-        [*TWO, str(SCRIPT), device, str(home), str(runs), SHARED],
-        check=True,
-        timeout=3600,
-        env={**os.environ, **environment},
-    )
+    # never where this ran alone: the stack says where. Forks have pytest's handler.
+    environment = {"JETFIRE_CACHE": str(home / "cache"), "PYTHONFAULTHANDLER": "1"}
+    forked.torchrun(SCRIPT, device, home, runs, SHARED, **environment)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,10 +1,7 @@
 """Converted models under `transformers`' Trainer and Accelerate: they train, save, resume, load."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,20 +18,11 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 pytest.importorskip("peft", reason="needs peft")
 
+from jetfire.tests import forked  # noqa: E402
 from jetfire.tests.processes import hugging_face as toy  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(toy.__file__)
-# Which otherwise launches two processes on a CPU by mpirun.
-ACCELERATE = [
-    "accelerate.commands.launch",
-    "--multi_gpu",
-    "--num_processes=2",
-    "--num_machines=1",
-    "--mixed_precision=no",
-    "--dynamo_backend=no",
-]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -161,12 +149,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     whole = toy.long_run(tmp_path / "whole")
     whole.train()
     folder = tmp_path / "killed"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "killed", str(folder)],
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 9
+    process = forked.start(toy.killed, folder)
+    process.join(600)
+    assert process.exitcode == 9
     assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{toy.SAVED}"]
     losses = resumed(folder, toy.long_run)
     assert len(losses) == toy.STEPS
@@ -213,12 +198,7 @@ def test_pushes_what_loads(tmp_path, monkeypatch):
 def found(tmp_path_factory):
     """The losses that two processes write, by what trains and how."""
     file = tmp_path_factory.mktemp("parallel") / "losses.json"
-    subprocess.run(
-        [sys.executable, "-m", *ACCELERATE, str(SCRIPT), "parallel", str(file)],
-        check=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    forked.torchrun(toy.__file__, file)
     return json.loads(file.read_text())
 
 

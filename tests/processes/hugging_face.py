@@ -1,18 +1,20 @@
 """Converted toy models under transformers' Trainer and Accelerate, in processes of their own.
 
-hugging_face.py killed FOLDER        trains and dies in the middle
-hugging_face.py parallel FILE        one of several: losses of DDP and FSDP2, as JSON
+As a script it is one of those that torchrun starts. Argument: where the losses go, as JSON.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from jetfire.nn import convert
@@ -129,11 +131,6 @@ def long_run(folder: Path) -> Trainer:
 
 def with_accelerate(recipe: str, sharded: bool, adapters: bool) -> list[float]:
     """Return the losses of a Llama that an Accelerator prepared, of all processes' rows."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    from peft import LoraConfig, get_peft_model
-
     AcceleratorState._reset_state()
     plugin = None
     if sharded:
@@ -188,7 +185,9 @@ def of_trainer(folder: Path, recipe: str, processes: int) -> list[float]:
 
 
 def parallel(file: Path) -> None:
-    """Write the losses of all that two processes are to do as one."""
+    """Write the losses of all that two processes are to do as one, by DDP and FSDP2."""
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # a fork's parent may have trained
     found = {
         "trainer": {name: of_trainer(file.parent / name, name, 2) for name in TRAINER},
         "accelerator": {name: with_accelerate(*how) for name, how in ACCELERATOR.items()},
@@ -198,13 +197,13 @@ def parallel(file: Path) -> None:
 
 
 def killed(folder: Path) -> None:
+    """Train, and die in the middle."""
+    torch.set_num_threads(1)
     run = long_run(folder)
     run.add_callback(Killer())
     run.train()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    modes: dict[str, Callable[[Path], None]] = {"killed": killed, "parallel": parallel}
-    modes[sys.argv[1]](Path(sys.argv[2]))
+    parallel(Path(sys.argv[1]))
     leave()

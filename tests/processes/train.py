@@ -158,6 +158,7 @@ def all_runs() -> None:
 # A process joins once: the store in which processes find each other keeps the first addresses.
 with parallel.joined(DEVICE) as joined:
     parallel.joined = lambda device: contextlib.nullcontext(joined)
+    profiles.forget()  # what a fork's parent has planned
     all_runs()
 (OUT / f"{RANK}.json").write_text(json.dumps(OUTCOMES))
 leave()
