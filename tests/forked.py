@@ -120,6 +120,33 @@ def _script(words):
     runpy.run_path(words[0], run_name="__main__")
 
 
+class Started:
+    """What `processes.started` gives of a command of ours, which is forked here."""
+
+    def __init__(self, words, environment):
+        ours, theirs = os.pipe()
+        assert words[1:3] == ["-m", "jetfire.cli"]
+        self._process = _Process(target=self._run, args=(words[3:], environment, theirs))
+        self._process.start()
+        os.close(theirs)
+        self.pid, self.stdout = self._process.pid, os.fdopen(ours, errors="replace")
+        self.terminate, self.wait = self._process.terminate, self._process.join
+
+    def _run(self, words, environment, output):
+        os.setpgid(0, 0)
+        for number in (1, 2):
+            os.dup2(output, number)
+        _own_streams()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.exit(cli.execute(words[0], words[1:]))
+
+    def poll(self):
+        return self._process.exitcode
+
+
 class Command:
     """A command that runs in a process and a group of its own, as a terminal would start it.
 

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from jetfire.measure.noise import quantile
 from jetfire.measure.results import Results
 from jetfire.report import documents
 from jetfire.report import study as texts
+from jetfire.tests import forked
 
 LIMIT_S = 3600
 SMALL = (
@@ -674,7 +676,9 @@ def test_tokens_that_are_read_again_are_told(home, capsys):
     assert "of tokens read again too (0.01 epochs)" in said.out
 
 
-def test_a_failed_run_is_told_and_the_others_go_on(home, capsys, request):
+@pytest.mark.usefixtures("one_thread")
+def test_a_failed_run_is_told_and_the_others_go_on(home, capsys, request, monkeypatch):
+    monkeypatch.setattr(study.processes, "started", forked.Started)
     (home / "study" / "bf16-seed0").mkdir(parents=True)
     with study.files.locked(home / "study" / "bf16-seed0" / ".lock"):
         assert run("--recipe", "bf16", "--seed", "0,1") == 2
@@ -692,21 +696,33 @@ def test_a_failed_run_is_told_and_the_others_go_on(home, capsys, request):
     assert study_record.read(home / "study" / "study.json")["unfinished"] == []
 
 
-def start(*words: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "jetfire.cli", "train", "study", *WORDS, *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+class Real:
+    """A study as a terminal starts it, whose runs are processes of their own kind too."""
+
+    def __init__(self, words):
+        command = [sys.executable, "-m", "jetfire.cli", "train", *words]
+        kept = subprocess.PIPE
+        self._process = subprocess.Popen(command, stderr=kept, stdout=kept, text=True)
+        self.pid = self._process.pid
+
+    def runs(self):
+        return self._process.poll() is None
+
+    def end(self, limit_s):
+        out, err = self._process.communicate(timeout=limit_s)
+        return self._process.returncode, out, err
 
 
-def until_step(process: subprocess.Popen, run: Path, step: int) -> None:
+def until_step(process, run: Path, step: int) -> None:
     """Wait for a step's line in the run's log."""
-    while process.poll() is None:
+    while process.runs():
         try:
             if losses(run)[-1][0] >= step:
                 return
         except (UsageError, IndexError):  # no log yet, or no step in it
             pass
         time.sleep(0.002)
-    pytest.fail(f"step {step} was not reached: {process.communicate()[1]}")
+    pytest.fail(f"step {step} was not reached: {process.end(LIMIT_S)[2]}")
 
 
 def freed(run: Path) -> None:
@@ -722,24 +738,27 @@ def freed(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_study_that_is_ended_goes_on(home, capsys, request):
+def test_a_study_that_is_ended_goes_on(home, capsys, request, monkeypatch):
+    """The one that is killed, with which its runs are to end, has nothing that is a fork."""
     pace, steps = "evaluate_every=0,checkpoint_every=10", 400
     words = ["--recipe", "bf16", "--seed", "0,1", "--set", pace]
     broken, done = home / "study" / "bf16-seed0", 0
+    monkeypatch.setattr(study.processes, "started", forked.Started)
     for how in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
-        process = start(*words, "--steps", str(steps))
+        asked = ["study", *WORDS, *words, "--steps", str(steps)]
+        process = Real(asked) if how == signal.SIGKILL else forked.Command("train", asked)
         until_step(process, broken, done + 20)
-        process.send_signal(how)
-        _, said = process.communicate(timeout=LIMIT_S)
+        os.kill(process.pid, how)
+        code, _, said = process.end(LIMIT_S)
         freed(broken)
         assert "2 of 2 runs to do" in said
         done = losses(broken)[-1][0]
         assert done < steps
         assert not (home / "study" / "bf16-seed1").exists()
         if how == signal.SIGKILL:
-            assert process.returncode == -signal.SIGKILL
+            assert code == -signal.SIGKILL
             continue
-        assert process.returncode == 130, said
+        assert code == 130, said
         assert said.endswith("stopped before all runs were finished; the same command goes on\n")
         saved = sorted(path.name for path in (broken / "checkpoints").iterdir())
         assert saved[-1] == f"step-{done:08d}"  # not only every tenth

@@ -24,7 +24,6 @@ from jetfire.tests.processes import hugging_face as toy  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_cpu():
     with pytest.MonkeyPatch.context() as patch:
