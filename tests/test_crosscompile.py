@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 
@@ -122,8 +123,9 @@ def test_every_launch_fits_its_architecture(audits):
 
 def test_every_function_that_is_launched_is_part_of_what_a_profile_was_tuned_for(audits):
     """A function that no hash covers could change under its kernel's profiles unseen."""
+    code_of = cache(lambda op, kernel: registry.get_kernel(op, kernel).device_code())
     for answer in audits:
-        code = registry.get_kernel(answer["op"], answer["kernel"]).device_code()
+        code = code_of(answer["op"], answer["kernel"])
         cuda = "\n".join(text for place, text in code.items() if place.endswith((".cu", ".cuh")))
         for name in {audit["name"] for audit in answer.get("audits", ())}:
             found = any(place.endswith(f".py:{name}") for place in code) or f" {name} (" in cuda
