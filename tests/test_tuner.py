@@ -163,14 +163,18 @@ def recorded(name):
     return Recording.load(DATA / f"gemm-{name}-h200.json.gz")
 
 
+@cache
+def recorded_space(name):
+    return recorded(name).space()
+
+
 SEARCHES = 20
 
 
 def gaps(name, strategy):
     """How far above the optimum searches of 15% of the space end; they know no default."""
-    recording = recorded(name)
+    recording, space = recorded(name), recorded_space(name)
     for seed in range(SEARCHES):
-        space = recording.space()
         identity = Identity(recording.kernel, recording.problem, HERE, space, "time", "normal")
         sampler = strategy_of(strategy, space, seed, ())
         study = Study(identity, sampler, optuna.storages.InMemoryStorage(), print, {})
@@ -191,7 +195,7 @@ def near_the_optimum(name, strategy):
 
     It is once more than half of the searches are: the rest, which take minutes, are not run.
     """
-    assert len(recorded(name).space().pool) >= 400
+    assert len(recorded_space(name).pool) >= 400
     near = (gap <= 0.03 and gap < median_of_random(name) for gap in gaps(name, strategy))
     assert sum(itertools.islice(filter(None, near), SEARCHES // 2 + 1)) > SEARCHES // 2
 

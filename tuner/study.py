@@ -415,7 +415,8 @@ class Study:
 
     def exhausted(self) -> bool:
         """Every legal config has an outcome or is under way."""
-        if not self.space.whole:
+        count = len(self.optuna.get_trials(deepcopy=False))
+        if not self.space.whole or count < len(self.space.pool):
             return False
         seen = observations(self.optuna, self.space)
         return all(point in seen for point in self.space.pool)
