@@ -16,7 +16,7 @@ from jetfire.bench import audit as audit_command
 from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import audit
+from jetfire.core.machine_code import audits as audits_of
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda.compile import CompileError, compile_cubin, header
 from jetfire.kernels_cuda.gemm import wgmma
@@ -214,8 +214,7 @@ def sample():
 
 
 def machine_code(case):
-    problem, config, path = case
-    return audit(wgmma.program(problem, config, path).cubin((9, 0)))
+    return wgmma.program(*case).cubin((9, 0))
 
 
 def defaults():
@@ -232,7 +231,7 @@ def audited(cases, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(folder))
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            return list(zip(cases, pool.map(machine_code, cases), strict=True))
+            return list(zip(cases, audits_of(list(pool.map(machine_code, cases))), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -247,16 +246,12 @@ def label(case):
 
 def main_loop(sass):
     """The instructions of the shortest loop that multiplies."""
-    labels, code, loops = {}, [], []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
-            code.append(line)
+    code, places, loops = sass.splitlines(), {}, []
     for at, line in enumerate(code):
-        target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if target and labels[target[1]] <= at:
-            loops.append(code[labels[target[1]] : at + 1])
+        places[int(re.match(r"\s*/\*([0-9a-f]+)\*/", line)[1], 16)] = at
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line)
+        if target and int(target[1], 16) in places:  # it branches back
+            loops.append(code[places[int(target[1], 16)] : at + 1])
     return min((loop for loop in loops if "IGMMA" in "".join(loop)), key=len)
 
 
