@@ -28,6 +28,7 @@ from jetfire.fuzz import InProcess, fuzz_kernel
 from jetfire.kernels_cuda.compile import compile_cubin
 from jetfire.measure import provenance
 from jetfire.measure.plan import Case
+from jetfire.tests import forked
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "own-kernels.md").read_text()
@@ -107,7 +108,7 @@ def followed(op, kind):
 
 
 # What the interpreter needs besides, so that it takes seconds.
-SMALLER = {"8192": "48", "4096": "70"}
+SMALLER = {"8192": "6", "4096": "70"}
 QUICK = {
     "bench": ("--rounds", "1", "--kernel", "KERNEL"),
     "fuzz": ("--examples", "9", "--largest", "20"),
@@ -117,7 +118,12 @@ QUICK = {
 
 @pytest.mark.parametrize(("kind", "kernel"), [("triton", "triton"), ("cpu", "torch")])
 def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys):
-    """But for what is installed; a library's call is neither audited nor exported."""
+    """But for what is installed; a library's call is neither audited nor exported.
+
+    Workers are spawned for a library's call alone: they would import Triton to interpret it slowly.
+    """
+    if kind == "triton":
+        forked.fork_workers(monkeypatch)
     op = f"page_{kind}"
     for first, words in followed(op, kind):
         words = [SMALLER.get(word, word) for word in words]
@@ -125,7 +131,7 @@ def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys
             monkeypatch.setenv("JETFIRE_LOAD", str(here / f"{op}.py"))
         elif first == "jetfire" and words[0] in ("audit", "export"):
             if kind == "triton":
-                tuned_on_an_h200(op)
+                tuned_on_an_h200(op, m=6)
                 print(aside(*words, *(["--no-check"] if words[0] == "export" else [])))
         elif first == "jetfire":
             more = () if "show" in words else QUICK.get(words[0], ())
@@ -139,11 +145,11 @@ def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys
         assert (here / "wheel" / f"jetfire_{op}" / "selftest.py").exists()
 
 
-def tuned_on_an_h200(name, kernel_name=None, **fields):
+def tuned_on_an_h200(name, kernel_name=None, m=48, **fields):
     """Keep a profile as tuning there would: of the default config, with made-up times."""
     op, device = registry.get(name), target_device((9, 0))
     kernel = registry.kernels(name)[kernel_name or registry.kernel_names(name)[0]]
-    problem = op.Problem(48, 70, **fields)
+    problem = op.Problem(m, 70, **fields)
     entry = profiles.Entry(
         kernel=kernel.name,
         problem=problem.as_dict(),
