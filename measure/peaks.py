@@ -23,6 +23,7 @@ from jetfire.measure.results import Peaks
 # on a CPU.
 VERSION = 3
 LOCK_S = 120.0  # another process may be measuring
+BUDGET_S = 1.0  # per rate: a GPU's ten rounds take less, a slow CPU's one product 0.6 s
 
 
 def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
@@ -37,7 +38,7 @@ def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
         "an elementwise pass": peers.elementwise(lambda: None, 2 * nbytes, device)["copy"](),
     }
     timings = timer.time_calls(
-        {name: [call] for name, call in calls.items()}, device, 10, budget_s=5, capture=False
+        {name: [call] for name, call in calls.items()}, device, 10, budget_s=BUDGET_S, capture=False
     )
     best = min(timings, key=lambda name: timings[name].ms)
     how = f"{best} of {nbytes >> 20} MiB, bytes read and written"
@@ -46,7 +47,7 @@ def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
 
 def _product_tflops(device: torch.device, name: str, size: int) -> float:
     call = peers.gemm(size, size, size, device)[name]()
-    timing = timer.time_calls({name: [call]}, device, 10, budget_s=5)
+    timing = timer.time_calls({name: [call]}, device, 10, budget_s=BUDGET_S)
     return 2 * size**3 / timing[name].ms / 1e9
 
 
@@ -59,7 +60,9 @@ def _cpu_int8_tops(size: int) -> tuple[float, str]:
     a, b = torch.randint(-127, 128, (2, size, size), dtype=torch.int8, device=device)
     x, y = a.double(), b.double()
     calls = {"torch._int_mm": lambda: torch._int_mm(a, b.t()), "torch.matmul": lambda: x @ y.t()}
-    timings = timer.time_calls({n: [call] for n, call in calls.items()}, device, 10, budget_s=5)
+    timings = timer.time_calls(
+        {n: [call] for n, call in calls.items()}, device, 10, budget_s=BUDGET_S
+    )
     name = min(timings, key=lambda name: timings[name].ms)
     how = f"{name} NT {size}³" + (" in FP64" if name == "torch.matmul" else "")
     return 2 * size**3 / timings[name].ms / 1e9, how
@@ -76,7 +79,7 @@ def _int8_tops(device: torch.device) -> tuple[float, str]:
 
         programs = 3 * torch.cuda.get_device_properties(device).multi_processor_count
         call, operations = ceiling.int8_call(device, programs, 4000)
-        timing = timer.time_calls({"int8": [call]}, device, 10, budget_s=5)["int8"]
+        timing = timer.time_calls({"int8": [call]}, device, 10, budget_s=BUDGET_S)["int8"]
     except Exception as error:  # no Triton, or none that compiles for this architecture
         return library[0], f"{library[1]} (matrix instructions alone: {type(error).__name__})"
     alone = operations / timing.ms / 1e9, "matrix instructions alone, operands resident on the SM"
