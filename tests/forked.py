@@ -1,9 +1,10 @@
-"""Processes that are forked from the tests' own, where torch is loaded already.
+"""Processes that are forked from one where torch is loaded already: the tests' own, or one beside.
 
 A spawned one imports it for 1.7 s. Whatever tests how processes start spawns them.
 """
 
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import warnings
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -193,3 +195,44 @@ class Command:
         self._process.join(limit_s)
         self.kill()
         return self._process.exitcode, *self.said()
+
+
+class Python:
+    """`python` in other processes, without Triton's interpreter unless they are told.
+
+    They are forked from one that has loaded torch, and nothing of ours. It ends with the tests.
+
+    Args:
+        environment: what they are given beside this process's.
+    """
+
+    def __init__(self, **environment):
+        ours = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        self._process = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "processes" / "python.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**ours, **environment},
+        )
+
+    def __call__(self, *words, folder=".", **environment):
+        """Run it with words after its name, in a folder, with more environment."""
+        with tempfile.TemporaryDirectory() as home:
+            files = [Path(home) / name for name in ("stdout", "stderr")]
+            for file in files:
+                file.touch()
+            asked = {
+                "words": [*map(str, words)],
+                "folder": str(Path(folder).resolve()),
+                "environment": environment,
+                "files": [*map(str, files)],
+            }
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            code = int(self._process.stdout.readline())
+            return subprocess.CompletedProcess(words, code, *(file.read_text() for file in files))
+
+    def close(self):
+        """End the process that they are forked from."""
+        self._process.communicate()
