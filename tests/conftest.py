@@ -199,6 +199,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def python() -> Iterator[Callable[..., Any]]:
+    """Runs `python` beside the tests, as `forked.Python` does."""
+    from jetfire.tests.forked import Python
+
+    beside = Python()
+    yield beside
+    beside.close()
+
+
+@pytest.fixture(scope="session")
 def gpt2_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with encoder.json and vocab.bpe as GPT-2's, of 11 merges."""
     merges = ["Ġ t", "h e", "Ġt he", "Ġ a", "i n", "r e", "o n", "Ġa n", "in g", "Ġ Ġ", "Ċ Ċ"]

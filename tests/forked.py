@@ -207,14 +207,19 @@ class Python:
     """
 
     def __init__(self, **environment):
-        ours = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        self._own = environment
         self._process = subprocess.Popen(
             [sys.executable, Path(__file__).parent / "processes" / "python.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**ours, **environment},
+            env=self._environment(),
         )
+
+    def _environment(self):
+        """What they are given: this process's, as it is now, and their own."""
+        ours = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        return {**ours, **self._own}
 
     def __call__(self, *words, folder=".", **environment):
         """Run it with words after its name, in a folder, with more environment."""
@@ -225,7 +230,7 @@ class Python:
             asked = {
                 "words": [*map(str, words)],
                 "folder": str(Path(folder).resolve()),
-                "environment": environment,
+                "environment": {**self._environment(), **environment},
                 "files": [*map(str, files)],
             }
             self._process.stdin.write(json.dumps(asked) + "\n")

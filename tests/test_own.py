@@ -72,13 +72,16 @@ def named(here, monkeypatch):
     return name
 
 
-def aside(*words):
-    """A command in a process that does not interpret Triton."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    words = [sys.executable, "-m", "jetfire.cli", *words]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture
+def aside(python):
+    """Runs a command in a process that does not interpret Triton; returns what it prints."""
+
+    def run(*words):
+        done = python("-m", "jetfire.cli", *words)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    return run
 
 
 def commands():
@@ -117,7 +120,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("triton", "triton"), ("cpu", "torch")])
-def test_the_page_is_followed_on_the_cpu(kind, kernel, here, monkeypatch, capsys):
+def test_the_page_is_followed_on_the_cpu(kind, kernel, here, aside, monkeypatch, capsys):
     """But for what is installed; a library's call is neither audited nor exported.
 
     Workers are spawned for a library's call alone: they would import Triton to interpret it slowly.
@@ -171,7 +174,7 @@ def tuned_on_an_h200(name, kernel_name=None, m=48, **fields):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["triton", "cuda"])
-def test_the_page_is_followed_on_a_gpu(kind, here, monkeypatch):
+def test_the_page_is_followed_on_a_gpu(kind, here, aside, monkeypatch):
     """Word by word, but for where the wheel is installed."""
     op, site = f"gpu_{kind}", here / "site"
     for first, words in followed(op, kind):
@@ -264,7 +267,9 @@ def own_words(verb, kernel):
 
 
 @pytest.mark.parametrize("kernel", OWN)
-def test_a_kernel_of_the_page_is_listed_audited_and_exported(kernel, dequantizing, here, capsys):
+def test_a_kernel_of_the_page_is_listed_audited_and_exported(
+    kernel, dequantizing, here, aside, capsys
+):
     dequantizing(kernel)
     assert execute("list", []) == 0
     assert f"kernels: torch, triton, {kernel}" in capsys.readouterr().out
@@ -279,7 +284,7 @@ def test_a_kernel_of_the_page_is_listed_audited_and_exported(kernel, dequantizin
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", OWN)
-def test_a_kernel_of_the_page_is_benched_fuzzed_and_tuned(kernel, dequantizing, here):
+def test_a_kernel_of_the_page_is_benched_fuzzed_and_tuned(kernel, dequantizing, here, aside):
     """Each command fails where a result is wrong."""
     capability = Device.parse("cuda").capability
     dequantizing(kernel, "sm_{}{}".format(*capability))
@@ -421,15 +426,12 @@ def test_what_makes_a_profile_stale(example, old, new, differs, named):
     assert (hashes[0] != hashes[1]) == differs
 
 
-def test_a_mistake_in_a_text_of_cuda_is_shown_at_its_line(named):
+def test_a_mistake_in_a_text_of_cuda_is_shown_at_its_line(named, python):
     pytest.importorskip("cupy")
     text = renamed((EXAMPLES / "row_norm.py").read_text(), "row_norm", "broken_norm")
     file = named("broken_norm.py", text.replace("float sum = 0.0f;", "float sum = nothing;"))
     line = file.read_text().splitlines().index("  float sum = nothing;") + 1
-    words = ["audit", "broken_norm", "--m", "64", "--arch", "90"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jetfire.cli", *words], capture_output=True, text=True
-    )
+    done = python("-m", "jetfire.cli", "audit", "broken_norm", "--m", "64", "--arch", "90")
     assert done.returncode == 3
     _, first, *_ = done.stderr.splitlines()
     assert first.startswith(f"jetfire: {file}:{line}: broken_norm cuda (sm_90) does not compile: ")
@@ -550,7 +552,7 @@ def test_paths_that_the_variable_cannot_hold(here):
     assert loaded.files() == ()
 
 
-def test_an_op_without_eager_is_timed_beside_a_copy(here):
+def test_an_op_without_eager_is_timed_beside_a_copy(here, aside):
     """What its kernel is compared with in time is no part of what makes it right."""
     text = (EXAMPLES / "row_logsumexp.py").read_text().replace("    def eager(", "    def other(")
     (here / "own.py").write_text(text)
@@ -563,7 +565,7 @@ def test_an_op_without_eager_is_timed_beside_a_copy(here):
 @pytest.mark.gpu
 @pytest.mark.quiet
 @pytest.mark.parametrize(("name", "m", "n"), [("softmax", 8192, 16384), ("matmul", 8192, 8192)])
-def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, monkeypatch, tmp_path):
+def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monkeypatch, tmp_path):
     """Within 3%, by triton.testing.do_bench, which finds the L2 cache cold at each call, too."""
     folder = Path(__file__).parent / "data" / "foreign"
     script = f"import {name}; print({name}.milliseconds({m}, {n}))"

@@ -14,10 +14,11 @@ import torch  # noqa: F401
 
 
 def become(words: list[str], folder: str, environment: dict[str, str], files: list[str]) -> None:
-    """Do as Python would with such words, in a folder, with more environment and output files."""
+    """Do as Python would with such words, in a folder, with an environment and output files."""
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY), number)
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment)
     kind, *rest = words
     sys.argv = {"-m": rest, "-c": ["-c", *rest[1:]]}.get(kind, words)
