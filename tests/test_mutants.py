@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -142,7 +140,7 @@ def test_a_mutant_for_the_gpu_loads(mutant, plant):
     assert kernel.op == mutant.op
 
 
-def test_what_a_test_loads_is_gone_after_it(tmp_path):
+def test_what_a_test_loads_is_gone_after_it(tmp_path, python):
     """The fixture `unload`, by pytest in pytest: the second test sees nothing of the first."""
     (mutant,) = (mutant for mutant in ON_THE_CPU if mutant.name == "factor-missing")
     file = build(mutant, tmp_path / "planted")
@@ -166,8 +164,7 @@ def test_third(unload):
     test_first(None)
 """
     )
-    words = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], capture_output=True, text=True)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", tmp_path)
     assert done.returncode == 0, done.stdout
 
 
