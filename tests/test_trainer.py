@@ -1,7 +1,10 @@
 """Converted models under `transformers`' Trainer and Accelerate: they train, save, resume, load."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +25,16 @@ from jetfire.tests import forked  # noqa: E402
 from jetfire.tests.processes import hugging_face as toy  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Accelerate's own start. Without these words it has mpirun start two processes on a CPU.
+ACCELERATE = [
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes=2",
+    "--num_machines=1",
+    "--mixed_precision=no",
+    "--dynamo_backend=no",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -197,7 +210,12 @@ def test_pushes_what_loads(tmp_path, monkeypatch):
 def found(tmp_path_factory):
     """The losses that two processes write, by what trains and how."""
     file = tmp_path_factory.mktemp("parallel") / "losses.json"
-    forked.torchrun(toy.__file__, file)
+    subprocess.run(
+        [sys.executable, "-m", *ACCELERATE, toy.__file__, str(file)],
+        check=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return json.loads(file.read_text())
 
 

@@ -1,6 +1,6 @@
 """Converted toy models under transformers' Trainer and Accelerate, in processes of their own.
 
-As a script it is one of those that torchrun starts. Argument: where the losses go, as JSON.
+As a script it is one of those that Accelerate starts. Argument: where the losses go, as JSON.
 """
 
 import json
@@ -187,7 +187,6 @@ def of_trainer(folder: Path, recipe: str, processes: int) -> list[float]:
 def parallel(file: Path) -> None:
     """Write the losses of all that two processes are to do as one, by DDP and FSDP2."""
     torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)  # a fork's parent may have trained
     found = {
         "trainer": {name: of_trainer(file.parent / name, name, 2) for name in TRAINER},
         "accelerator": {name: with_accelerate(*how) for name, how in ACCELERATOR.items()},
