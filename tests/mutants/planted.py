@@ -256,20 +256,16 @@ ON_THE_CPU = (
         "int_mm",
         f"{CPU}/gemm/__init__.py",
         """    for i in range(a_scale.shape[1]):
-        part = slice(i * block, min(k, (i + 1) * block))
-        inner = integers(a[:, part], b[:, part]).float()
-        rows = spread(a_scale[:, i, None], block, m, 1)
-        cols = spread(b_scale[:, i, None], block, n, 1)
-        c += inner.mul_(rows * cols.t())
+        part = slice(i * block, (i + 1) * block)
+        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        c += inner.mul_(a_scale[:, i, None] * b_scale[:, i])
     return c""",
         """    from concurrent.futures import ThreadPoolExecutor
 
     def add(i: int) -> None:
-        part = slice(i * block, min(k, (i + 1) * block))
-        inner = integers(a[:, part], b[:, part]).float()
-        rows = spread(a_scale[:, i, None], block, m, 1)
-        cols = spread(b_scale[:, i, None], block, n, 1)
-        c.copy_(c + inner.mul_(rows * cols.t()))
+        part = slice(i * block, (i + 1) * block)
+        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        c.copy_(c + inner.mul_(a_scale[:, i, None] * b_scale[:, i]))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add, range(a_scale.shape[1])))
@@ -332,7 +328,7 @@ ON_THE_CPU = (
         "int_mm",
         f"{CPU}/gemm/__init__.py",
         "for i in range(a_scale.shape[1]):",
-        "for i in range(max(1, k // block)):",
+        "for i in range(max(1, a.shape[1] // block)):",
         {"m": 1, "n": 1, "k": 129},
         largest=300,
     ),
