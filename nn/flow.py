@@ -345,8 +345,8 @@ class _Leave(torch.autograd.Function):
         def gradients(g: Quantized, xt: Quantized, index: int) -> tuple[Tensor | None, ...]:
             return _gradients(g, xt, ctx.weights[index], wanted[index], setting)
 
-        g = None if ctx.handoff is None else ctx.handoff.take(dx)
-        if g is None or g.block != block:  # as a block of another recipe left it
+        g = None if ctx.handoff is None else ctx.handoff.take(dx, block)
+        if g is None:
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)

@@ -35,7 +35,6 @@ from jetfire.nn.products import (
     Handoff,
     Placed,
     checked_weight,
-    handed,
     keys_for_backward,
 )
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
@@ -209,6 +208,13 @@ def multiply_backward(
     return dx, dw, db, *[None] * (len(wants) - 2)
 
 
+def handed(handoff: Handoff | None, gradient: Tensor, setting: Int4Setting) -> Tensor | Quantized:
+    """Return an output's gradient as codes where they are handed over, else as it is."""
+    block = GRADIENT_BLOCK if setting.gradient == "int8" else None  # parts are made of any
+    codes = None if handoff is None else handoff.take(gradient, block)
+    return gradient if codes is None else codes
+
+
 class _Int4LinearFunction(torch.autograd.Function):
     """y = x·Wᵀ + b from codes."""
 
@@ -225,7 +231,7 @@ class _Int4LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wants_x, _, *wants = ctx.needs_input_grad
-        kept, dy = Int4Kept(*ctx.saved_tensors), handed(ctx.handoff, grads[0])
+        kept, dy = Int4Kept(*ctx.saved_tensors), handed(ctx.handoff, grads[0], ctx.setting)
         dx, *of = multiply_backward(dy, kept, ctx.setting, wants_x, Int4Product(*wants))
         return dx, None, *of
 

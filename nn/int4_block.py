@@ -31,6 +31,7 @@ from jetfire.nn.int4 import (
     Int4Kept,
     Int4Linear,
     Int4Product,
+    handed,
     keep,
     multiplied,
     multiply,
@@ -42,7 +43,6 @@ from jetfire.nn.products import (
     Handoff,
     Placed,
     checked_block,
-    handed,
     keys_for_backward,
     quantised_gradient,
 )
@@ -213,7 +213,7 @@ class _Mlp(torch.autograd.Function):
         kept2 = keep(int8_gelu(f), product2)
         first, second = ctx.settings
         rounded = Rounded(flow.side, seeds[0:1])
-        given = handed(ctx.after, dy)
+        given = handed(ctx.after, dy, second)
         g, *of_second = multiply_backward(given, kept2, second, True, wants2, rounded)
         del kept2, given
         more: dict[str, Any] = {"seed": seeds[1:2], "out_block": first.block(flow.side)}

@@ -25,7 +25,6 @@ from jetfire.ops import (
     int4_quantize_backward,
     int4_sample_rows,
     int8_column_sum,
-    int8_dequantize,
     int8_gemm,
 )
 from jetfire.ops.int4_gemm import MOST_K, int4_gemm
@@ -157,13 +156,8 @@ class Whole(NamedTuple):
 
     @classmethod
     def of(cls, gradient: Tensor | Quantized, seeds: Tensor) -> Whole:
-        """Return that of m×n; floats are rounded stochastically, with the first of the keys.
-
-        So are codes in other blocks, which a block of another recipe has handed over.
-        """
+        """Return that of m×n; floats are rounded stochastically, with the first of the keys."""
         out = float_of(gradient)
-        if isinstance(gradient, Quantized) and gradient.block != GRADIENT_BLOCK:
-            gradient = int8_dequantize(gradient)
         if not isinstance(gradient, Quantized):
             gradient = quantised_gradient(gradient, GRADIENT_BLOCK, seeds[0:1])
         return cls(gradient, out)

@@ -268,10 +268,14 @@ class Handoff:
     def put(self, gradient: torch.Tensor, codes: Quantized) -> None:
         self._gradient, self._version, self._codes = gradient, gradient._version, codes
 
-    def take(self, gradient: torch.Tensor) -> Quantized | None:
+    def take(self, gradient: torch.Tensor, block: Block | None = None) -> Quantized | None:
         """Return this gradient's codes, once; None where it is another, or a hook changed it.
 
         It may come as a view in another shape: the memory tells, which nobody else has meanwhile.
+
+        Args:
+            block: None is returned, too, where codes are in other blocks, as the reader of another
+                recipe leaves them; any will do without it.
         """
         known = self._gradient
         same = known is not None and (
@@ -280,13 +284,8 @@ class Handoff:
         )
         codes = self._codes if same else None
         self._gradient = self._codes = None
-        return codes
-
-
-def handed(handoff: Handoff | None, gradient: torch.Tensor) -> torch.Tensor | Quantized:
-    """Return a gradient's codes where they are handed over, else the gradient."""
-    codes = None if handoff is None else handoff.take(gradient)
-    return gradient if codes is None else codes
+        fits = codes is None or block is None or codes.block == block
+        return codes if fits else None
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
