@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from jetfire.core.problem import FloatName, Layout
+    from jetfire.core.problem import Layout
 
 
 Tensors = dict[str, "torch.Tensor"]
@@ -155,17 +155,8 @@ def empty(specs: Specs, device: torch.device) -> Tensors:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a `Spec`'s name of torch's dtype."""
+    """Return the short name of a torch dtype, a float's or that of codes, as a `Spec` has it."""
     return {dtype_of(name): name for name in ("bf16", "fp16", "fp32", "int8")}[dtype]
-
-
-@cache
-def float_name(dtype: torch.dtype) -> FloatName:
-    """Return the short name of a torch dtype."""
-    names: dict[torch.dtype, FloatName] = {
-        dtype_of(name): name for name in ("bf16", "fp16", "fp32")
-    }
-    return names[dtype]
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block
-from jetfire.core.tensors import Quantized, float_name
+from jetfire.core.tensors import Quantized, dtype_name
 from jetfire.nn.made import MadeOfWeight, weights_changed
 from jetfire.ops import int8_dequantize, int8_quantize
 
@@ -197,7 +197,8 @@ class GatheredWeight(torch.Tensor):
 
     def floats(self) -> torch.Tensor:
         """Return codes times scales, m×n."""
-        return int8_dequantize(self.codes, out=float_name(self.dtype))
+        out: Any = dtype_name(self.dtype)
+        return int8_dequantize(self.codes, out=out)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, block={self.block}, {self.dtype})"
