@@ -72,13 +72,14 @@ class MeasuredStep(StandardOp):
 
         The root halves a relative error. Squares below 2^-126 may be lost.
         """
-        from jetfire.reference.measured_step import measured_step
+        from jetfire.reference.measured_step import measured_step, rows_read
 
         x = _values(problem, inputs)
         step = measured_step(x)
         chain = 8 * (problem.n // LEAST_TILE + 1) + 64
         bound = higham(chain) * step.nan_to_num(0.0, 0.0) + 2.0**-63
-        return {"step": step, "step_bound": bound, "step_over": x.square().sum().reshape(1) >= OVER}
+        squares = x[rows_read(problem.m)].square().sum().reshape(1)
+        return {"step": step, "step_bound": bound, "step_over": squares >= OVER}
 
     def nothing(self, problem: Any, inputs: Tensors, outputs: Tensors) -> None:
         """Write the least step."""
