@@ -119,8 +119,8 @@ def _left(device: Device) -> float:
 def _give_back(device: Device) -> None:
     """Give other jobs the memory that torch's allocator holds on to after a large case.
 
-    A worker that kept a huge matrix's starved fifteen others: up to 81 of 605 examples of a kernel
-    were skipped on an H100, and launches of tiny ones failed with an unknown error.
+    Of sixteen workers on an H100 that kept it, up to 81 of 605 examples of a kernel were skipped,
+    for want of memory.
     """
     if device.kind == "cuda" and torch.cuda.memory_reserved(device.index) >= LARGE:
         with contextlib.suppress(Exception):

@@ -11,7 +11,7 @@ from jetfire.core.problem import Block, Group
 from jetfire.ops.int4_gemm import MOST_K
 
 Gradient = Literal["sampled", "int8", "nearest"]
-# The side of the blocks of such a gradient in INT8: the widest, whose products are the fastest.
+# The side of the blocks of a gradient that is "int8": the widest, whose products are the fastest.
 GRADIENT_BLOCK: Block = 128
 # Bits of what backward keeps of a number of a layer's input.
 Kept = Literal[8, 4]
