@@ -22,8 +22,11 @@ from jetfire.kernels_triton.tiles import (
     load_tile,
     store_quantised,
     tile_grid,
+    warps_reason,
 )
 from jetfire.reference.hadamard import factor
+
+LARGEST = 256  # columns of a transform that fits: of 512 it has 256 KiB, and an SM 227
 
 
 @triton.jit
@@ -63,6 +66,12 @@ def hadamard_restore_kernel(
 
 class TritonHadamardRestore(TileKernel):
     op = "hadamard_restore"
+
+    def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
+        """Refuse a transform that does not fit in shared memory, and threads of few registers."""
+        if min(problem.group, config.tile_n) > LARGEST:
+            return f"tile_n={config.tile_n} group={problem.group}: expected one within {LARGEST}"
+        return warps_reason(config) or super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
         """Return a tile of whose elements a thread has 32, as quantising ones do."""
