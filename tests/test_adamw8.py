@@ -9,7 +9,7 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
-from jetfire.core.launch import verify
+from jetfire.core.launch import launch, verify
 from jetfire.ops import int8_adamw8, int8_quantize
 from jetfire.reference.adamw8 import (
     first_codes,
@@ -148,6 +148,49 @@ def test_slices_of_a_block(device, tile_n, slices):
     inputs = OP.inputs(problem, device, data="outlier")
     inputs["grad"][100, 7], inputs["grad"][130, 200] = math.nan, math.inf
     check(problem, inputs, config)
+
+
+@pytest.mark.parametrize("slices", [2, 8])
+@pytest.mark.parametrize("m", [5, 128, 130])
+def test_slices_beyond_the_last_row(device, m, slices):
+    problem = OP.Problem(m, 200, block=128)
+    inputs = OP.inputs(problem, device, data="gradient")
+    check(problem, inputs, KERNEL.Config(128, 256, 16, slices=slices))
+
+
+@pytest.mark.parametrize("row", [0, 40, 127])
+def test_one_number_decides_its_block_s_scale_whichever_slice_holds_it(device, row):
+    problem, config = OP.Problem(128, 256, block=128), KERNEL.Config(128, 256, 16, slices=8)
+    for value, expected in ((2.0**60, 2.0**60 / 127), (math.inf, math.nan), (math.nan, math.nan)):
+        inputs = OP.inputs(problem, device)
+        inputs["param"][row, 130], inputs["grad"][row, 130] = value, 0.0
+        inputs["exp_avg"][row] = 0
+        outputs = OP.outputs(problem, inputs)
+        launch(KERNEL, problem, config, inputs, outputs)
+        for scale in (outputs["scale"].flatten(), outputs["scale_t"].flatten()):
+            assert scale[1].item() == pytest.approx(expected, rel=0.01, nan_ok=True)
+            assert 0 < scale[0].item() < 1
+        assert outputs["q"][:, 128:].any().item() == math.isfinite(value)
+
+
+def test_repeats_bit_for_bit_and_leaves_its_counters_at_zero(device, monkeypatch):
+    given = []
+
+    def counters(device, count):
+        given.append(torch.zeros(count, dtype=torch.int32, device=device))
+        return given[-1]
+
+    monkeypatch.setattr("jetfire.kernels_triton.adamw8.counters", counters)
+    found = []
+    for layout in ("none", "both", "both"):
+        problem = OP.Problem(140, 300, block=64, layout=layout)
+        inputs = OP.inputs(problem, device)
+        outputs = OP.outputs(problem, inputs)
+        launch(KERNEL, problem, KERNEL.Config(64, 256, 8, slices=4), inputs, outputs)
+        found.append(outputs)
+    assert [x.numel() for x in given] == [3 * 2 * (1 + 4)] * 2  # without codes there are none
+    assert not any(x.any() for x in given)
+    assert all(torch.equal(x, found[1][name]) for name, x in found[2].items())
 
 
 def test_tiles_hold_whole_groups():

@@ -1,13 +1,21 @@
-"""AdamW with INT8 moments, and the new weight's codes: one tile per program, one pass."""
+"""AdamW with INT8 moments, and the new weight's codes: a slice of a tile per program, one pass.
+
+A block's scale is known once all its slices are updated. No program waits for it: the last of a
+tile to end reads the new weight again, from the L2 cache, and writes the codes.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors
+from jetfire.core.workspace import counters
 from jetfire.kernels_triton.adamw import (
     AdamwConfig,
     TritonAdamw,
@@ -28,7 +36,6 @@ from jetfire.kernels_triton.common import (
 )
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
-    grid_origin,
     load_tile,
     register_limit,
     store_tile,
@@ -85,6 +92,11 @@ def stepped(
     exp_avg_scale_ptr,
     exp_avg_sq_ptr,
     exp_avg_sq_scale_ptr,
+    rate_ptr,
+    step_ptr,
+    grad_scale_ptr,
+    found_inf_ptr,
+    seed_ptr,
     row0,
     col0,
     M,
@@ -92,13 +104,10 @@ def stepped(
     stride,
     beta1,
     beta2,
+    log_beta1,
+    log_beta2,
     eps,
-    shrink,
-    size,
-    root,
-    inverse,
-    failed,
-    seed_ptr,
+    decay,
     R: tl.constexpr,
     C: tl.constexpr,
     GUARDED: tl.constexpr,
@@ -108,31 +117,33 @@ def stepped(
     """Update the R×C tile at (row0, col0) of the parameter and its moments; return the parameter.
 
     Args:
-        shrink: rate·decay.
-        size, root: rate/(1 − beta1^t) and (1 − beta2^t)^-½.
-        inverse: of grad_scale.
-        failed: nothing changes.
+        found_inf_ptr: where it is not 0, nothing changes.
         seed_ptr: what a parameter in bf16, which DTYPE says, is rounded by.
     """
     GROUPS: tl.constexpr = C // GROUP
     across, group0 = tl.cdiv(N, GROUP), col0 // GROUP
-    p = load_tile(param_ptr, row0, col0, M, N, N, R, C)
-    g = load_tile(grad_ptr, row0, col0, M, N, stride, R, C)
-    if DTYPE == "bf16":
-        p, g = p.to(tl.float32), g.to(tl.float32)
-    if GUARDED:
-        g *= inverse
+    p = load_tile(param_ptr, row0, col0, M, N, N, R, C).to(tl.float32)
+    g = load_tile(grad_ptr, row0, col0, M, N, stride, R, C).to(tl.float32)
+    y = load_tile(exp_avg_ptr, row0, col0, M, N, N, R, C)
+    z = load_tile(exp_avg_sq_ptr, row0, col0, M, N, N, R, C)
     m_scale = load_tile(exp_avg_scale_ptr, row0, group0, M, across, across, R, GROUPS)
     v_scale = load_tile(exp_avg_sq_scale_ptr, row0, group0, M, across, across, R, GROUPS)
-    y = load_tile(exp_avg_ptr, row0, col0, M, N, N, R, C).to(tl.float32) * each(m_scale)
-    z = load_tile(exp_avg_sq_ptr, row0, col0, M, N, N, R, C).to(tl.float32) + 127.0
-    z *= each(v_scale * 0.5)
+    # After the loads: these some 150 instructions on scalars pass while tiles are on their way.
+    rate, step = tl.load(rate_ptr), tl.load(step_ptr)
+    seed = tl.load(seed_ptr) if DTYPE == "bf16" else 0
+    size = tl.div_rn(rate, bias_correction(step, log_beta1))
+    root = tl.div_rn(1.0, tl.sqrt_rn(bias_correction(step, log_beta2)))
+    if GUARDED:
+        failed = tl.load(found_inf_ptr) != 0
+        g *= tl.div_rn(1.0, tl.load(grad_scale_ptr))
+    y = y.to(tl.float32) * each(m_scale)
+    z = (z.to(tl.float32) + 127.0) * each(v_scale * 0.5)
     m = (y * tl.abs(y)) * beta1 + g * (1.0 - beta1)
     v = (z * z) * (z * z) * beta2 + g * g * (1.0 - beta2)
     if not EVEN:  # beyond the edges a code of 0 stands for no 0 of the second moment
         v = tl.where(inside(row0, col0, M, N, R, C), v, 0.0)
     s = tl.sqrt_rn(v)
-    new = tl.fma(p, -shrink, p) - size * m / tl.fma(s, root, eps)
+    new = tl.fma(p, -(rate * decay), p) - size * m / tl.fma(s, root, eps)
     y = tl.sqrt_rn(tl.abs(m))
     m_units, _, m_scale = in_units(tl.where(m < 0, -y, y))
     v_units, alive, v_scale = in_units(tl.sqrt_rn(s))
@@ -145,7 +156,7 @@ def stepped(
         rows = tl.where(failed, 0, M)
     kept = new
     if DTYPE == "bf16":
-        kept = narrowed(new, tl.load(seed_ptr), row0, col0)
+        kept = narrowed(new, seed, row0, col0)
         new = kept.to(tl.float32)
     tl.debug_barrier()  # a scale is read by all threads that hold its group, and written by one
     store_codes(exp_avg_ptr, m_codes, row0, col0, rows, N)
@@ -156,6 +167,42 @@ def stepped(
     if not EVEN:  # without an eps the padding's 0/0 would be in its block's amax
         new = tl.where(inside(row0, col0, M, N, R, C), new, 0.0)
     return new
+
+
+@triton.jit
+def last(counter_ptr, p, SLICES: tl.constexpr):
+    """Add a slice p to its tile's largest by block; return whether all slices are in them.
+
+    Args:
+        counter_ptr: how many slices of the tile are, then the bits of each block's largest: as
+            integers they have the order of numbers from 0 on, ∞ and then NaN.
+    """
+    amax = block_reduce_amax(p, p.shape[0])
+    at = counter_ptr + 1 + tl.arange(0, amax.shape[1])[None, :] // SLICES
+    tl.atomic_max(at, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.debug_barrier()  # the release of one thread is to be of what all have written
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SLICES - 1
+
+
+@triton.jit
+def largest(counter_ptr, BLOCKS: tl.constexpr):
+    """Return a tile's largest by block, fp32 [1, BLOCKS], and leave zeros."""
+    tl.store(counter_ptr, 0)
+    at = counter_ptr + 1 + tl.arange(0, BLOCKS)[None, :]
+    found = tl.atomic_xchg(at, tl.zeros((1, BLOCKS), tl.int32), sem="relaxed")
+    return found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_fresh(ptr, row0, col0, M, N, R: tl.constexpr, C: tl.constexpr):
+    """Load a tile that other SMs have written, from the L2 cache, four numbers at a time.
+
+    That is as `store_codes` writes it: more of bf16 would pass through shared memory.
+    """
+    rows = row0 + tl.arange(0, R)
+    cols = tl.max_contiguous(col0 + tl.arange(0, C), 4)
+    at = ptr + (rows.to(tl.int64)[:, None] * N + cols[None, :])
+    return tl.load(at, mask=inside(row0, col0, M, N, R, C), other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -175,6 +222,7 @@ def adamw8_kernel(
     grad_scale_ptr,
     found_inf_ptr,
     seed_ptr,
+    counter_ptr,
     M,
     N,
     stride,
@@ -193,74 +241,67 @@ def adamw8_kernel(
     DTYPE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    row0, col0 = grid_origin(TILE_M, TILE_N)
-    rate = tl.load(rate_ptr)
-    step = tl.load(step_ptr)
-    size = tl.div_rn(rate, bias_correction(step, log_beta1))
-    root = tl.div_rn(1.0, tl.sqrt_rn(bias_correction(step, log_beta2)))
-    inverse = 1.0
-    failed = False
-    if GUARDED:
-        inverse = tl.div_rn(1.0, tl.load(grad_scale_ptr))
-        failed = tl.load(found_inf_ptr) != 0
+    across, place = tl.num_programs(0) // SLICES, tl.program_id(0) // SLICES
+    down = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    row0, col0 = down * TILE_M, place * TILE_N
     R: tl.constexpr = TILE_M // SLICES
-    # A block in slices is that many blocks of a slice's rows, which have one scale.
-    PART: tl.constexpr = min(BLOCK, R)
-    ROWS: tl.constexpr = R // PART
-    # The largest of each place of a slice: threads meet once for a block's, not for each slice.
-    largest = tl.zeros((R, TILE_N), tl.float32)
-    for i in range(SLICES):
-        p = stepped(
-            param_ptr,
-            grad_ptr,
-            exp_avg_ptr,
-            exp_avg_scale_ptr,
-            exp_avg_sq_ptr,
-            exp_avg_sq_scale_ptr,
-            row0 + i * R,
-            col0,
-            M,
-            N,
-            stride,
-            beta1,
-            beta2,
-            eps,
-            rate * decay,
-            size,
-            root,
-            inverse,
-            failed,
-            seed_ptr,
-            R,
-            TILE_N,
-            GUARDED,
-            DTYPE,
-            EVEN,
-        )
-        if LAYOUT != "none":
-            largest = max_nan(largest, tl.abs(p))
+    p = stepped(
+        param_ptr,
+        grad_ptr,
+        exp_avg_ptr,
+        exp_avg_scale_ptr,
+        exp_avg_sq_ptr,
+        exp_avg_sq_scale_ptr,
+        rate_ptr,
+        step_ptr,
+        grad_scale_ptr,
+        found_inf_ptr,
+        seed_ptr,
+        row0 + tl.program_id(0) % SLICES * R,
+        col0,
+        M,
+        N,
+        stride,
+        beta1,
+        beta2,
+        log_beta1,
+        log_beta2,
+        eps,
+        decay,
+        R,
+        TILE_N,
+        GUARDED,
+        DTYPE,
+        EVEN,
+    )
     if LAYOUT != "none":
-        amax = block_reduce_amax(largest, PART)
-        parts: tl.constexpr = (ROWS, TILE_N // BLOCK, BLOCK // PART)
-        scale, multiplier = block_scales(tl.reduce(tl.reshape(amax, parts), 2, max_nan))
-        multiplier = tl.reshape(tl.broadcast_to(multiplier[:, :, None], parts), amax.shape)
-        tl.debug_barrier()  # threads may read what others have written
-        for i in range(SLICES):
-            # From the L2 cache: kept in registers, a tile would leave fewer for the update.
-            p = load_tile(param_ptr, row0 + i * R, col0, M, N, N, R, TILE_N)
-            if DTYPE == "bf16":
-                p = p.to(tl.float32)
-            q = tile_codes(p, multiplier, 0, row0, col0, PART, False)
-            store_both(q, q_ptr, qt_ptr, row0 + i * R, col0, M, N, LAYOUT)
-        down, over = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+        if SLICES == 1:
+            scale, multiplier = block_scales(block_reduce_amax(p, BLOCK))
+            q = tile_codes(p, multiplier, 0, row0, col0, BLOCK, False)
+            store_both(q, q_ptr, qt_ptr, row0, col0, M, N, LAYOUT)
+        else:
+            counter_ptr += (down * across + place).to(tl.int64) * (1 + TILE_N // BLOCK)
+            if not last(counter_ptr, p, SLICES):
+                return
+            scale, multiplier = block_scales(largest(counter_ptr, TILE_N // BLOCK))
+            PART: tl.constexpr = max(R, 32)  # rows at once: of a transpose no less than a sector
+            parts: tl.constexpr = (1, TILE_N // BLOCK, BLOCK // PART)
+            wide = tl.reshape(tl.broadcast_to(multiplier[:, :, None], parts), (1, TILE_N // PART))
+            for part0 in range(row0, row0 + BLOCK, PART):
+                new = load_fresh(param_ptr, part0, col0, M, N, PART, TILE_N).to(tl.float32)
+                q = tile_codes(new, wide, 0, part0, col0, PART, False)
+                store_both(q, q_ptr, qt_ptr, part0, col0, M, N, LAYOUT)
+        blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
         row, col = row0 // BLOCK, col0 // BLOCK
         if LAYOUT != "qt":
-            store_tile(scale_ptr, scale, row, col, down, over, over)
+            store_tile(scale_ptr, scale, row, col, blocks_m, blocks_n, blocks_n)
         if LAYOUT != "q":
-            store_tile(scale_t_ptr, tl.trans(scale), col, row, over, down, down)
+            store_tile(scale_t_ptr, tl.trans(scale), col, row, blocks_n, blocks_m, blocks_m)
 
 
 class TritonAdamw8(TritonAdamw):
+    """Each slice of a tile has a program of `warps` warps."""
+
     op = "adamw8"
     choices: ClassVar = {**TritonAdamw.choices, "tile_n": (128, 256, 512, 1024)}
 
@@ -270,24 +311,35 @@ class TritonAdamw8(TritonAdamw):
         return super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> AdamwConfig:
-        """Return the fastest of some without spills, of 64 registers per thread.
+        """Return programs of eight elements per thread and 64 registers: 32 warps of an SM.
 
-        A block of 32 as a whole takes 441 µs, 91% of a copy's bandwidth, and 505 in two slices; one
-        of 128 in slices of 32 rows 553 µs, 72%, and 630 in slices of 16 (4096×16384, H100). Rows
-        that are not of whole vectors take more registers, for as many addresses.
+        A block of 32 as one slice took 441 µs, 91% of a copy's bandwidth (4096×16384, H100). Larger
+        blocks have smaller slices, so that more programs overlap, unless the transpose's rows are
+        not of whole vectors: with 16 elements per thread their codes would take more registers. So
+        do rows that are not, for as many addresses.
         """
         block = problem.block
         if problem.n % 16:
             return AdamwConfig(block, 128, 8, 255, slices=block // 16)
-        warps, registers, slices = {32: (16, 255, 1), 64: (16, 64, 4), 128: (32, 64, 4)}[block]
-        return AdamwConfig(block, 128, warps, registers, slices)
+        rows = 16 if block > 32 and problem.m % 16 == 0 else 32
+        return AdamwConfig(block, 128, rows // 2, 64, slices=block // rows)
 
     def launches(self, problem: Any, config: AdamwConfig, device: Device) -> tuple[Launch, ...]:
         """Step in place: outputs hold the parameter and its moments before it and after it."""
-        grid = tile_grid(problem.m, problem.n, config)
+        across, down, deep = tile_grid(problem.m, problem.n, config)
+        grid = across * config.slices, down, deep
         even = problem.m % config.tile_m == problem.n % config.tile_n == 0
         given = {**scalars(problem), **EXACT, **register_limit(config), "EVEN": even}
         return (Launch(adamw8_kernel, grid, problem, config, {"stride": "grad"}, **given),)
+
+    def tensors(
+        self, problem: Any, config: AdamwConfig, inputs: Tensors, outputs: Tensors
+    ) -> Mapping[str, Any]:
+        if config.slices == 1 or problem.layout == "none":
+            return {**inputs, **outputs}
+        tiles = math.prod(tile_grid(problem.m, problem.n, config))
+        count = tiles * (1 + config.tile_n // problem.block)
+        return {**inputs, **outputs, "counter": counters(inputs["param"].device, count)}
 
 
 KERNELS = (TritonAdamw8(),)
