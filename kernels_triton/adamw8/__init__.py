@@ -316,13 +316,13 @@ class TritonAdamw8(TritonAdamw):
         A block of 32 as one slice took 441 µs, 91% of a copy's bandwidth (4096×16384, H100). Larger
         blocks have smaller slices, so that more programs overlap, unless the transpose's rows are
         not of whole vectors: with 16 elements per thread their codes would take more registers. So
-        do rows that are not, for as many addresses.
+        do rows that are not, for as many addresses. For Blackwell 64 leave spills.
         """
-        block = problem.block
+        block, registers = problem.block, 80 if (device.capability or (0, 0)) >= (10, 0) else 64
         if problem.n % 16:
             return AdamwConfig(block, 128, 8, 255, slices=block // 16)
         rows = 16 if block > 32 and problem.m % 16 == 0 else 32
-        return AdamwConfig(block, 128, rows // 2, 64, slices=block // rows)
+        return AdamwConfig(block, 128, rows // 2, registers, slices=block // rows)
 
     def launches(self, problem: Any, config: AdamwConfig, device: Device) -> tuple[Launch, ...]:
         """Step in place: outputs hold the parameter and its moments before it and after it."""
