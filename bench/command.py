@@ -8,7 +8,7 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,7 @@ from jetfire.core.errors import (
     WrongResultError,
     unknown,
 )
-from jetfire.core.files import check_output, check_writable, write, writing
+from jetfire.core.files import Unreadable, check_output, check_writable, locked, write, writing
 from jetfire.core.terminal import note
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
@@ -352,10 +352,19 @@ class Output:
         self._finish(interrupted)
 
     def _save(self) -> None:
-        if self.asked.output is not None and self.kind is not None:
-            results = Results(self.record, list(self.existing.rows) if self.existing else [])
+        """Write the rows; where they are added to a file, to what it has by now."""
+        file = self.asked.output
+        if file is None or self.kind is None:
+            return
+        with ExitStack() as stack:
+            there = self.existing
+            if self.asked.append:  # as another bench may do meanwhile
+                stack.enter_context(locked(file.with_name(f".{file.name}.lock"), wait=True))
+                with suppress(Unreadable):
+                    there = existing_rows(self.asked)
+            results = Results(self.record, list(there.rows) if there else [])
             results.merge(self.rows)
-            write(self.asked.output, render(results, self.kind))
+            write(file, render(results, self.kind))
 
     def _print(self) -> None:
         results = Results(self.record, list(self.rows))

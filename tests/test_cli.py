@@ -228,6 +228,24 @@ def test_append_replaces_and_adds(tmp_path, capsys):
     assert "it was measured on Other" in capsys.readouterr().err
 
 
+def test_rows_that_another_bench_adds_meanwhile_stay(tmp_path, monkeypatch):
+    file = tmp_path / "r.json"
+    assert bench(*SMALL, "-o", str(file), "--peer", "none") == 0
+    measure = Runner.measure
+
+    def beside_another(self, *arguments):
+        held = json.loads(file.read_text())
+        other = {**held["rows"][0], "problem": {**held["rows"][0]["problem"], "m": 99}}
+        file.write_text(json.dumps({**held, "rows": [*held["rows"], other]}))
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Runner, "measure", beside_another)
+    words = ["gemm", "--m", "40", "--block", "32", "--device", "cpu", "--rounds", "2"]
+    assert bench(*words, "-o", str(file), "--append", "--peer", "none") == 0
+    assert [row["problem"]["m"] for row in json.loads(file.read_text())["rows"]] == [33, 99, 40]
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
 def test_ctrl_c_shows_and_saves_what_there_is(tmp_path, capsys, monkeypatch):
     measure, calls = Runner.measure, []
 
