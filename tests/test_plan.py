@@ -46,24 +46,26 @@ def settings_of_row(row):
     return make("gpt2-124m", {**sizes, "recipe": recipe, "graph": "false"}), vocabulary
 
 
-def assert_planned(row, rel):
-    """The plan says a row's peak; of INT4 less, as the rows are of blocks that were not fused."""
-    found = (memory.needs(*settings_of_row(row)).peak - memory.WORKSPACE) / GIB
-    if row["kernel"] in INT4:
-        assert found < row["peak_gib"], row
-    else:
-        assert found == pytest.approx(row["peak_gib"], rel=rel), row
+def planned(row):
+    """The peak that the plan says of a row's step, in GiB."""
+    return (memory.needs(*settings_of_row(row)).peak - memory.WORKSPACE) / GIB
 
 
 def test_every_step_that_was_measured():
-    """But for torch.compile's, which decides itself what is kept."""
+    """But for torch.compile's, which decides itself what is kept.
+
+    INT4's rows here are of blocks that were not fused, and held more.
+    """
     rows = json.loads((RESULTS / "h200.json").read_text())["rows"]
     steps = [row for row in rows if row["op"] == "gpt2_step"]
     known = [row for row in steps if row["kernel"] in {*RECIPES, "eager"}]
     assert {row["kernel"] for row in steps} - {row["kernel"] for row in known} == {"compile"}
     assert len(known) >= 16
     for row in known:
-        assert_planned(row, 0.01)
+        if row["kernel"] in INT4:
+            assert planned(row) < row["peak_gib"], row
+        else:
+            assert planned(row) == pytest.approx(row["peak_gib"], rel=0.01), row
 
 
 def test_every_recipe_s_step_that_was_measured_on_an_h100():
@@ -72,7 +74,7 @@ def test_every_recipe_s_step_that_was_measured_on_an_h100():
     steps = [row for row in rows if row["op"] == "gpt2_step" and row["role"] == "kernel"]
     assert len(steps) >= 11
     for row in steps:
-        assert_planned(row, 0.013)
+        assert planned(row) == pytest.approx(row["peak_gib"], rel=0.013), row
 
 
 def test_every_run_that_was_logged():
