@@ -85,88 +85,30 @@ def narrowed(x, seed, row0, col0):
 
 
 @triton.jit
-def stepped(
-    param_ptr,
-    grad_ptr,
-    exp_avg_ptr,
-    exp_avg_scale_ptr,
-    exp_avg_sq_ptr,
-    exp_avg_sq_scale_ptr,
-    rate_ptr,
-    step_ptr,
-    grad_scale_ptr,
-    found_inf_ptr,
-    seed_ptr,
-    row0,
-    col0,
-    M,
-    N,
-    stride,
-    beta1,
-    beta2,
-    log_beta1,
-    log_beta2,
-    eps,
-    decay,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    GUARDED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Update the R×C tile at (row0, col0) of the parameter and its moments; return the parameter.
+def stepped(p, g, y, z, m_scale, v_scale, beta1, beta2, eps, shrink, size, root, within):
+    """Return a tile's new parameter, then each moment's codes and its groups' scales.
 
     Args:
-        found_inf_ptr: where it is not 0, nothing changes.
-        seed_ptr: what a parameter in bf16, which DTYPE says, is rounded by.
+        p, g: the parameter and its gradient, fp32.
+        y, z: codes of both moments, whose groups have m_scale and v_scale.
+        shrink: rate·decay.
+        size, root: rate/(1 − beta1^t) and (1 − beta2^t)^-½.
+        within: the mask of what lies within the matrix; None where all does.
     """
-    GROUPS: tl.constexpr = C // GROUP
-    across, group0 = tl.cdiv(N, GROUP), col0 // GROUP
-    p = load_tile(param_ptr, row0, col0, M, N, N, R, C).to(tl.float32)
-    g = load_tile(grad_ptr, row0, col0, M, N, stride, R, C).to(tl.float32)
-    y = load_tile(exp_avg_ptr, row0, col0, M, N, N, R, C)
-    z = load_tile(exp_avg_sq_ptr, row0, col0, M, N, N, R, C)
-    m_scale = load_tile(exp_avg_scale_ptr, row0, group0, M, across, across, R, GROUPS)
-    v_scale = load_tile(exp_avg_sq_scale_ptr, row0, group0, M, across, across, R, GROUPS)
-    # After the loads: these some 150 instructions on scalars pass while tiles are on their way.
-    rate, step = tl.load(rate_ptr), tl.load(step_ptr)
-    seed = tl.load(seed_ptr) if DTYPE == "bf16" else 0
-    size = tl.div_rn(rate, bias_correction(step, log_beta1))
-    root = tl.div_rn(1.0, tl.sqrt_rn(bias_correction(step, log_beta2)))
-    if GUARDED:
-        failed = tl.load(found_inf_ptr) != 0
-        g *= tl.div_rn(1.0, tl.load(grad_scale_ptr))
     y = y.to(tl.float32) * each(m_scale)
     z = (z.to(tl.float32) + 127.0) * each(v_scale * 0.5)
     m = (y * tl.abs(y)) * beta1 + g * (1.0 - beta1)
     v = (z * z) * (z * z) * beta2 + g * g * (1.0 - beta2)
-    if not EVEN:  # beyond the edges a code of 0 stands for no 0 of the second moment
-        v = tl.where(inside(row0, col0, M, N, R, C), v, 0.0)
+    if within is not None:  # beyond the edges a code of 0 stands for no 0 of the second moment
+        v = tl.where(within, v, 0.0)
     s = tl.sqrt_rn(v)
-    new = tl.fma(p, -(rate * decay), p) - size * m / tl.fma(s, root, eps)
+    new = tl.fma(p, -shrink, p) - size * m / tl.fma(s, root, eps)
     y = tl.sqrt_rn(tl.abs(m))
     m_units, _, m_scale = in_units(tl.where(m < 0, -y, y))
     v_units, alive, v_scale = in_units(tl.sqrt_rn(s))
     m_codes = nearest(m_units)
     v_codes = nearest(tl.where(alive != 0, tl.maximum(v_units * 2.0 - 127.0, -126.0), 0.0))
-    # Rows that are to stay lie, as it were, beyond the matrix.
-    rows = M
-    if GUARDED:
-        new = tl.where(failed, p, new)
-        rows = tl.where(failed, 0, M)
-    kept = new
-    if DTYPE == "bf16":
-        kept = narrowed(new, seed, row0, col0)
-        new = kept.to(tl.float32)
-    tl.debug_barrier()  # a scale is read by all threads that hold its group, and written by one
-    store_codes(exp_avg_ptr, m_codes, row0, col0, rows, N)
-    store_codes(exp_avg_sq_ptr, v_codes, row0, col0, rows, N)
-    store_tile(exp_avg_scale_ptr, m_scale, row0, group0, rows, across, across)
-    store_tile(exp_avg_sq_scale_ptr, v_scale, row0, group0, rows, across, across)
-    store_tile(param_ptr, kept, row0, col0, rows, N, N)
-    if not EVEN:  # without an eps the padding's 0/0 would be in its block's amax
-        new = tl.where(inside(row0, col0, M, N, R, C), new, 0.0)
-    return new
+    return new, m_codes, m_scale, v_codes, v_scale
 
 
 @triton.jit
@@ -245,35 +187,44 @@ def adamw8_kernel(
     down = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     row0, col0 = down * TILE_M, place * TILE_N
     R: tl.constexpr = TILE_M // SLICES
-    p = stepped(
-        param_ptr,
-        grad_ptr,
-        exp_avg_ptr,
-        exp_avg_scale_ptr,
-        exp_avg_sq_ptr,
-        exp_avg_sq_scale_ptr,
-        rate_ptr,
-        step_ptr,
-        grad_scale_ptr,
-        found_inf_ptr,
-        seed_ptr,
-        row0 + tl.program_id(0) % SLICES * R,
-        col0,
-        M,
-        N,
-        stride,
-        beta1,
-        beta2,
-        log_beta1,
-        log_beta2,
-        eps,
-        decay,
-        R,
-        TILE_N,
-        GUARDED,
-        DTYPE,
-        EVEN,
+    first = row0 + tl.program_id(0) % SLICES * R  # of this program's slice
+    GROUPS: tl.constexpr = TILE_N // GROUP
+    groups, group0 = tl.cdiv(N, GROUP), col0 // GROUP
+    p = load_tile(param_ptr, first, col0, M, N, N, R, TILE_N).to(tl.float32)
+    g = load_tile(grad_ptr, first, col0, M, N, stride, R, TILE_N).to(tl.float32)
+    y = load_tile(exp_avg_ptr, first, col0, M, N, N, R, TILE_N)
+    z = load_tile(exp_avg_sq_ptr, first, col0, M, N, N, R, TILE_N)
+    m_scale = load_tile(exp_avg_scale_ptr, first, group0, M, groups, groups, R, GROUPS)
+    v_scale = load_tile(exp_avg_sq_scale_ptr, first, group0, M, groups, groups, R, GROUPS)
+    # After the loads: these some 150 instructions on scalars pass while tiles are on their way.
+    rate, step = tl.load(rate_ptr), tl.load(step_ptr)
+    seed = tl.load(seed_ptr) if DTYPE == "bf16" else 0
+    size = tl.div_rn(rate, bias_correction(step, log_beta1))
+    root = tl.div_rn(1.0, tl.sqrt_rn(bias_correction(step, log_beta2)))
+    if GUARDED:
+        failed = tl.load(found_inf_ptr) != 0
+        g *= tl.div_rn(1.0, tl.load(grad_scale_ptr))
+    within = None if EVEN else inside(first, col0, M, N, R, TILE_N)
+    new, m_codes, m_scale, v_codes, v_scale = stepped(
+        p, g, y, z, m_scale, v_scale, beta1, beta2, eps, rate * decay, size, root, within
     )
+    # Rows that are to stay lie, as it were, beyond the matrix.
+    rows = M
+    if GUARDED:
+        new = tl.where(failed, p, new)
+        rows = tl.where(failed, 0, M)
+    p = new
+    if DTYPE == "bf16":
+        new = narrowed(new, seed, first, col0)
+        p = new.to(tl.float32)
+    tl.debug_barrier()  # a scale is read by all threads that hold its group, and written by one
+    store_codes(exp_avg_ptr, m_codes, first, col0, rows, N)
+    store_codes(exp_avg_sq_ptr, v_codes, first, col0, rows, N)
+    store_tile(exp_avg_scale_ptr, m_scale, first, group0, rows, groups, groups)
+    store_tile(exp_avg_sq_scale_ptr, v_scale, first, group0, rows, groups, groups)
+    store_tile(param_ptr, new, first, col0, rows, N, N)
+    if not EVEN:  # without an eps the padding's 0/0 would be in its block's amax
+        p = tl.where(within, p, 0.0)
     if LAYOUT != "none":
         if SLICES == 1:
             scale, multiplier = block_scales(block_reduce_amax(p, BLOCK))
@@ -288,8 +239,8 @@ def adamw8_kernel(
             parts: tl.constexpr = (1, TILE_N // BLOCK, BLOCK // PART)
             wide = tl.reshape(tl.broadcast_to(multiplier[:, :, None], parts), (1, TILE_N // PART))
             for part0 in range(row0, row0 + BLOCK, PART):
-                new = load_fresh(param_ptr, part0, col0, M, N, PART, TILE_N).to(tl.float32)
-                q = tile_codes(new, wide, 0, part0, col0, PART, False)
+                fresh = load_fresh(param_ptr, part0, col0, M, N, PART, TILE_N).to(tl.float32)
+                q = tile_codes(fresh, wide, 0, part0, col0, PART, False)
                 store_both(q, q_ptr, qt_ptr, part0, col0, M, N, LAYOUT)
         blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
         row, col = row0 // BLOCK, col0 // BLOCK
