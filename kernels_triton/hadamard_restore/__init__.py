@@ -26,7 +26,8 @@ from jetfire.kernels_triton.tiles import (
 )
 from jetfire.reference.hadamard import factor
 
-LARGEST = 256  # columns of a transform that fits: of 512 it has 256 KiB, and an SM 227
+# Columns of a tile's transform: with 256 a program takes up to 128 KiB, and an SM of sm_89 has 99.
+LARGEST = 128
 
 
 @triton.jit
@@ -68,9 +69,13 @@ class TritonHadamardRestore(TileKernel):
     op = "hadamard_restore"
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
-        """Refuse a transform that does not fit in shared memory, and threads of few registers."""
+        """Refuse a transform without room in shared memory, and 32 warps.
+
+        They leave each thread 64 registers, and a product may take 94 at the least.
+        """
         if min(problem.group, config.tile_n) > LARGEST:
-            return f"tile_n={config.tile_n} group={problem.group}: expected one within {LARGEST}"
+            given = f"tile_n={config.tile_n} group={problem.group}"
+            return f"{given}: expected one of the two to be at most {LARGEST}"
         return warps_reason(config) or super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> TileConfig:
