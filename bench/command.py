@@ -328,10 +328,7 @@ class Output:
         """
         from jetfire.bench.progress import watch
 
-        before, name = self.existing and self.existing.device.get("name"), self.record["name"]
-        if self.existing is not None and before != name:
-            what = f"it was measured on {before}, this is {name}"
-            raise UsageError(f"--append -o {self.asked.output}: {what}")
+        self._check_device(self.existing)
         saved = time.monotonic()
         interrupted = False
         try:
@@ -351,6 +348,13 @@ class Output:
                         stack.callback(step)
         self._finish(interrupted)
 
+    def _check_device(self, there: Results | None) -> None:
+        """Refuse to add rows to those of another device."""
+        name = self.record["name"]
+        if there is not None and (before := there.device.get("name")) != name:
+            what = f"it was measured on {before}, this is {name}"
+            raise UsageError(f"--append -o {self.asked.output}: {what}")
+
     def _save(self) -> None:
         """Write the rows; where they are added to a file, to what it has by now."""
         file = self.asked.output
@@ -360,8 +364,9 @@ class Output:
             there = self.existing
             if self.asked.append:  # as another bench may do meanwhile
                 stack.enter_context(locked(file.with_name(f".{file.name}.lock"), wait=True))
-                with suppress(Unreadable):
+                with suppress(Unreadable):  # broken meanwhile: what it had is written again
                     there = existing_rows(self.asked)
+                self._check_device(there)
             results = Results(self.record, list(there.rows) if there else [])
             results.merge(self.rows)
             write(file, render(results, self.kind))

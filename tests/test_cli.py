@@ -246,6 +246,33 @@ def test_rows_that_another_bench_adds_meanwhile_stay(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
+@pytest.mark.parametrize(
+    ("content", "code", "rows"),
+    [
+        ('{"schema": 1, "device": {"name": "Other"}, "rows": []}', 2, []),
+        ("broken", 0, [33, 40]),
+    ],
+)
+def test_a_file_that_changes_meanwhile(content, code, rows, tmp_path, capsys, monkeypatch):
+    """Rows are not added to another device's, and what they were to be added to is not lost."""
+    file = tmp_path / "r.json"
+    assert bench(*SMALL, "-o", str(file), "--peer", "none") == 0
+    measure = Runner.measure
+
+    def beside_another(self, *arguments):
+        file.write_text(content)
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Runner, "measure", beside_another)
+    words = ["gemm", "--m", "40", "--block", "32", "--device", "cpu", "--rounds", "2"]
+    capsys.readouterr()
+    assert bench(*words, "-o", str(file), "--append", "--peer", "none") == code
+    said = capsys.readouterr()
+    assert "40×40×40" in said.out
+    assert ("it was measured on Other" in said.err) == (code == 2)
+    assert [row["problem"]["m"] for row in json.loads(file.read_text())["rows"]] == rows
+
+
 def test_ctrl_c_shows_and_saves_what_there_is(tmp_path, capsys, monkeypatch):
     measure, calls = Runner.measure, []
 
