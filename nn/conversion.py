@@ -18,6 +18,7 @@ from jetfire.nn import recipes
 from jetfire.nn.fallback import Fallback
 from jetfire.nn.frozen import FrozenInt8Linear
 from jetfire.nn.fused_block import say_causal, unmasked
+from jetfire.nn.head import Int8Head
 from jetfire.nn.int4 import Int4Conv1D, Int4Linear
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.loss import causal_lm_loss
@@ -90,7 +91,7 @@ def convert(
         skip: names of modules to leave, with all that is in them.
         head: whether the output head is replaced too: a linear layer that the model gives as
             `get_output_embeddings()`, or whose weight is an embedding's. None replaces it with
-            `fused` alone, in the blocks of the recipe's `head`, if its outputs are a multiple.
+            `fused` alone, in the blocks of the recipe's `head`.
         frozen: whether layers keep their weights as INT8 codes alone and do not learn
             (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
             replaced, where nobody else holds it. Under torch.compile attention has no mask where a
@@ -135,8 +136,9 @@ def convert(
             if reason is not None:
                 left[name] = reason
                 continue
-            own = replace(recipe, block=block) if module in heads else recipe
-            new = _replacement(module, own, frozen) if new is None else new
+            if new is None:
+                own = replace(recipe, block=block) if module in heads else recipe
+                new = _replacement(module, own, frozen, module in heads)
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)
             converted.append(name)
@@ -317,18 +319,16 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     return found | {m for m in model.modules() if id(getattr(m, "weight", None)) in tables}
 
 
-def _why_a_head_stays(module: nn.Module, block: Block | None) -> str | None:
+def _why_a_head_stays(module: Any, block: Block | None) -> str | None:
     """Return why an output head that nobody asked for is not replaced; None if it is.
 
     Args:
         block: side of the blocks in which it may be; None if it may not.
     """
-    matrix: Any = getattr(module, "weight", None)
     if block is None or not _is_linear(module):
         return "the output head"
-    outputs = matrix.shape[1 if _is_conv1d(module) else 0]
-    if outputs % block:  # TMA reads rows of a multiple of 16 bytes: others would be copied first
-        return f"the output head, {outputs} outputs: no multiple of {block}"
+    if _is_conv1d(module) and module.weight.shape[1] % block:  # there is no `Int8Head` of it
+        return f"the output head, {module.weight.shape[1]} outputs: no multiple of {block}"
     return None
 
 
@@ -387,7 +387,7 @@ def _why_not(
     return None
 
 
-def _replacement(module: Any, recipe: Recipe, frozen: bool) -> nn.Module:
+def _replacement(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Module:
     new: nn.Module
     if recipe.int4 is not None:
         if _is_conv1d(module):
@@ -404,7 +404,8 @@ def _replacement(module: Any, recipe: Recipe, frozen: bool) -> nn.Module:
     else:
         sizes = module.in_features, module.out_features
         bias = module.bias is not None
-        new = Int8Linear(*sizes, bias, recipe.block, device="meta", kept=recipe.kept)
+        kind = Int8Head if head and module.out_features % recipe.block else Int8Linear
+        new = kind(*sizes, bias, recipe.block, device="meta", kept=recipe.kept)
         new.weight, new.bias = module.weight, module.bias
         if recipe.fallback is not None:
             new.fallback = Fallback(recipe.fallback, module.weight.device)
