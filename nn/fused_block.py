@@ -49,12 +49,13 @@ def stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
 def say_causal(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Say that a model's mask is causal and nothing else, where its arguments show it.
 
-    It is a hook before the forward of one whose blocks all take it so. Under torch.compile
-    `transformers` makes a mask even so, as it cannot look whether positions that it counts itself
-    are of several sequences, and attention with a mask takes twice the time: of a step of 51 ms of
-    GPT-2 350M 12 (H100). In place of that mask blocks are given one of no elements.
+    It is a hook before the forward of one whose blocks all take it so. `transformers` looks whether
+    positions that it counts itself are of several sequences, for which the host waits for all that
+    the GPU has to do. Under torch.compile it cannot look and makes a mask even so, and attention
+    with a mask takes twice the time: of a step of 51 ms of GPT-2 350M 12 (H100). In place of that
+    mask blocks are given one of no elements.
     """
-    if not torch.compiler.is_compiling() or len(args) > 1:
+    if len(args) > 1:
         return None
     given = ("attention_mask", "position_ids", "past_key_values", "encoder_hidden_states")
     config = model.config
