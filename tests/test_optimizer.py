@@ -395,7 +395,10 @@ def test_what_it_refuses(device):
 
 
 def test_sharded_weights_are_torch_s(tmp_path):
-    """FSDP2's parameters are DTensors; their codes are made anew after every step."""
+    """FSDP2's parameters are DTensors; their codes are made anew after every step.
+
+    Torch's update is given each process's own part of them.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -409,7 +412,7 @@ def test_sharded_weights_are_torch_s(tmp_path):
         plain = copy.deepcopy(model)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         assert quantised_weights(model) == {}
-        for one in (model, plain):
+        for one in (plain, model):
             optimizer = AdamW(one.parameters(), 1e-2, model=one)
             for step in range(3):
                 torch.manual_seed(step)
@@ -419,5 +422,10 @@ def test_sharded_weights_are_torch_s(tmp_path):
                 optimizer.step()
         for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(sharded.full_tensor(), whole, rtol=1e-5, atol=1e-5)
+        lists = [[] for _ in range(6)]
+        optimizer._init_group(optimizer.param_groups[0], *lists)
+        given = [tensor for column in lists for tensor in column]
+        assert len(given) == 4 * 5
+        assert not any(products.is_dtensor(tensor) for tensor in given)
     finally:
         distributed.destroy_process_group()
