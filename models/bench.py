@@ -62,6 +62,7 @@ def case_of(word: str, texts: Sequence[str], recipes: Sequence[str], device: Dev
         UsageError: there is no such model, size or recipe.
     """
     run, changes = run_of(settings.split(texts))
+    unit, changes = cases.unit_of(changes)
     adapters, changes = cases.adapters_of(changes)
     # Compiling for a CPU wants a C++ compiler.
     run = run or (COMPILE if device.kind == "cuda" else EAGER)
@@ -74,6 +75,7 @@ def case_of(word: str, texts: Sequence[str], recipes: Sequence[str], device: Dev
         layers=[layer.name for layer in found.layers if not layer.kept],
         tokens=max((layer.m for layer in found.layers), default=0),
         flops=found.flops * (2 / 3 if adapters else 1),  # frozen weights have no gradient
+        unit=unit,
         adapters=adapters,
     )
 

@@ -16,7 +16,7 @@ from jetfire.nn.recipes import Recipe
 from jetfire.nn.recipes import get as recipe_by_name
 
 OP = "model_step"
-SET = ("run", "parallel", "adapters")  # what a bench's `--set` says beside sizes
+SET = ("run", "parallel", "unit", "adapters")  # what a bench's `--set` says beside sizes
 # What `convert` replaces has one block: `int8` and `int8-block128` are the same.
 RECIPES = ("int8",)
 # Ends the name of a recipe whose layers are not only converted, but their blocks fused.
@@ -44,6 +44,7 @@ PEERS = {
 # What takes the layers on which adapters are trained as they are: torchao has no frozen ones.
 ADAPTED_PEERS = {name: variant for name, variant in PEERS.items() if variant.fp8 is None}
 MOST_RANK = 1024
+MOST_UNIT = 1000  # blocks, of any model
 # CUDA graphs hold no collectives that FSDP2's hooks launch. A model is not compiled there, but its
 # blocks, and makes no mask.
 SPREAD_PEERS = {
@@ -62,6 +63,7 @@ class ModelCase:
         flops: of the linear layers' products, forward and backward; attention's are not counted.
         parallel: how the model is spread over `processes`, `FSDP`; empty where there is one. Batch,
             tokens and flops are those of each.
+        unit: how many blocks are gathered at once, where they are.
         adapters: the rank of the LoRA adapters that learn, on layers that do not; 0 for none.
     """
 
@@ -73,6 +75,7 @@ class ModelCase:
     flops: float = 0.0
     parallel: str = ""
     processes: int = 1
+    unit: int = 1
     adapters: int = 0
 
     @property
@@ -81,8 +84,9 @@ class ModelCase:
 
     def as_dict(self) -> dict[str, Any]:
         spread = {"parallel": self.parallel, "processes": self.processes} if self.parallel else {}
+        united = {"unit": self.unit} if self.unit > 1 else {}
         adapted = {"adapters": self.adapters} if self.adapters else {}
-        return {**self.source.fields(), "run": self.run, **spread, **adapted}
+        return {**self.source.fields(), "run": self.run, **spread, **united, **adapted}
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in self.as_dict().items())
@@ -138,18 +142,34 @@ def parallel_of(texts: Sequence[str]) -> tuple[str, list[str]]:
     return parallel, [f"{name}={text}" for name, text in changes.items()]
 
 
+def unit_of(changes: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    """Return how many blocks FSDP2 is to gather at once, 1 where nothing says, and other changes.
+
+    Raises:
+        UsageError: it is no such number.
+    """
+    return _number_of("unit", changes, 1, f"a number of blocks from 1 to {MOST_UNIT}", MOST_UNIT)
+
+
 def adapters_of(changes: Mapping[str, str]) -> tuple[int, dict[str, str]]:
     """Return the rank of a model's adapters, 0 where nothing says, and the other changes.
 
     Raises:
         UsageError: it is no rank.
     """
-    rest = {name: text for name, text in changes.items() if name != "adapters"}
-    text = changes.get("adapters")
+    return _number_of("adapters", changes, 0, f"a rank from 1 to {MOST_RANK}", MOST_RANK)
+
+
+def _number_of(
+    name: str, changes: Mapping[str, str], usual: int, expected: str, most: int
+) -> tuple[int, dict[str, str]]:
+    """Return what is set by a name, or what is usual, and the other changes."""
+    rest = {other: text for other, text in changes.items() if other != name}
+    text = changes.get(name)
     if text is None:
-        return 0, rest
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_RANK:
-        raise UsageError(f"--set adapters={text}: expected a rank from 1 to {MOST_RANK}")
+        return usual, rest
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise UsageError(f"--set {name}={text}: expected {expected}")
     return int(text), rest
 
 
@@ -159,12 +179,15 @@ def check_bench(
     """Refuse what can be refused of a bench before torch is loaded; return its `parallel`.
 
     Raises:
-        UsageError: as `parallel_of`, `adapters_of` and `check` say; or what is sharded, fused or in
-            4 bits is to have adapters.
+        UsageError: as `parallel_of`, `unit_of`, `adapters_of` and `check` say; or what is not
+            sharded has units; or what is sharded, fused or in 4 bits is to have adapters.
     """
     parallel, rest = parallel_of(texts)
-    rank, changes = adapters_of(settings.split(rest))
+    unit, changes = unit_of(settings.split(rest))
+    rank, changes = adapters_of(changes)
     check(word, [f"{name}={text}" for name, text in changes.items()], recipes, SET)
+    if unit > 1 and not parallel:
+        raise UsageError(f"--set unit={unit}: expected parallel={FSDP} beside it")
     if rank and parallel:
         raise UsageError(f"--set adapters={rank} parallel={parallel}: expected one of them")
     for name in recipes_named(recipes) if rank else ():

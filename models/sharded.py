@@ -15,7 +15,7 @@ from jetfire.gpt2.bench.subjects import RATE
 from jetfire.gpt2.training.parallel import Group, equalise
 from jetfire.models.cases import ModelCase
 from jetfire.models.subject import ModelSubject
-from jetfire.nn import gather_codes
+from jetfire.nn import AdamW, gather_codes
 from jetfire.nn.conversion import blocks_of
 from jetfire.nn.products import own_part
 
@@ -26,7 +26,7 @@ _FP32 = MixedPrecisionPolicy()
 
 
 class ShardedSubject(ModelSubject):
-    """A model whose blocks are sharded each, and the rest of it together.
+    """A model whose blocks are sharded by units of some, and the rest of it together.
 
     Torch's own in BF16 compute with parameters that are gathered in BF16. Of recipes the blocks'
     INT8 weights are gathered as codes and all else of a block in fp32, under autocast to BF16; what
@@ -39,12 +39,12 @@ class ShardedSubject(ModelSubject):
     def __init__(
         self, case: ModelCase, name: str, device: torch.device, seed: int, group: Group
     ) -> None:
-        self.group = group
+        self.group, self.unit = group, case.unit
         super().__init__(case, name, device, seed + group.rank)  # a batch of its own
 
     def _prepared(self) -> Callable[..., object]:
         equalise(self.model, self.group)
-        blocks = blocks_of(self.model).values()
+        blocks = list(blocks_of(self.model).values())
         if self.variant.compiled:
             for block in blocks:
                 block.compile()
@@ -52,14 +52,17 @@ class ShardedSubject(ModelSubject):
         if self.recipe:
             gather_codes(self.model, self.group.world)
         mesh = init_device_mesh(self.device.type, (self.group.world,))
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=_FP32 if self.recipe else _BF16)
+        for first in range(0, len(blocks), self.unit):
+            unit = blocks[first : first + self.unit]
+            fully_shard(unit, mesh=mesh, mp_policy=_FP32 if self.recipe else _BF16)
         fully_shard(self.model, mesh=mesh, mp_policy=_BF16)
         return self.model
 
     def _optimizer(self) -> torch.optim.AdamW:
-        """Torch's: each process updates its shards, and quantises them at the next gather."""
+        """Torch's; of recipes ours: each process updates its shards, and quantises them to send."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.recipe:
+            return AdamW(parameters, lr=RATE, model=self.model)
         return torch.optim.AdamW(parameters, lr=RATE, fused=True)
 
     def _cast(self) -> AbstractContextManager[Any]:

@@ -58,6 +58,7 @@ class ModelStepProblem(TypedDict):
     context: NotRequired[Size]
     parallel: NotRequired[Line]
     processes: NotRequired[Size]
+    unit: NotRequired[Size]
     adapters: NotRequired[Size]
 
 
@@ -67,6 +68,7 @@ def problem_text(row: Row) -> str:
     if "model" in p:
         sizes = f", {p['batch']}×{p['context']} tokens" if "batch" in p else ""
         spread = f", {p['parallel']} of {p['processes']}" if "parallel" in p else ""
+        spread += f", units of {p['unit']} blocks" if "unit" in p else ""
         adapted = f", adapters of rank {p['adapters']}" if "adapters" in p else ""
         return f"{p['model']}{sizes}, run {p['run']}{spread}{adapted}"
     micros = f"{p['accumulate']} micro-batches of " if p.get("accumulate", 1) > 1 else ""

@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from jetfire.cli import execute
 from jetfire.core import processes
@@ -12,7 +14,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.measure import peaks
 from jetfire.measure.results import Results, Row
-from jetfire.models import cases, parallel
+from jetfire.models import cases, parallel, sharded
 from jetfire.models.parallel import ParallelBench
 from jetfire.report import training as training_report
 
@@ -172,6 +174,40 @@ def test_only_what_is_spread_says_so():
     problem = {"model": "a:b", "run": "compile", "parallel": "fsdp", "processes": 2}
     row = Row("model_step", "int8", "kernel", problem, ms=3.0, ok=True)
     assert training_report.problem_text(row) == "a:b, run compile, fsdp of 2"
+    row = Row("model_step", "int8", "kernel", {**problem, "unit": 4}, ms=3.0, ok=True)
+    assert training_report.problem_text(row) == "a:b, run compile, fsdp of 2, units of 4 blocks"
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["unit=2"], "--set unit=2: expected parallel=fsdp beside it"),
+        (["parallel=fsdp,unit=0"], "--set unit=0: expected a number of blocks from 1 to 1000"),
+        (["parallel=fsdp,unit=a"], "--set unit=a: expected a number of blocks from 1 to 1000"),
+    ],
+)
+def test_units_that_are_none_are_refused(texts, message):
+    with pytest.raises(UsageError, match=message):
+        cases.check_bench("hf:gpt2-124m", texts, ["int8"], [])
+
+
+def test_blocks_are_gathered_by_units(monkeypatch):
+    """The last unit has what is left, and the model itself comes last."""
+    units = []
+    blocks = [torch.nn.Linear(2, 2) for _ in range(5)]
+    monkeypatch.setattr(sharded, "fully_shard", lambda unit, **_: units.append(unit))
+    monkeypatch.setattr(sharded, "equalise", lambda *_: None)
+    monkeypatch.setattr(sharded, "init_device_mesh", lambda *_: None)
+    made = SimpleNamespace(
+        model=torch.nn.Sequential(torch.nn.ModuleList(blocks)),
+        group=SimpleNamespace(world=2),
+        variant=SimpleNamespace(compiled=False),
+        recipe="",
+        device=torch.device("cpu"),
+        unit=2,
+    )
+    assert sharded.ShardedSubject._prepared(made) is made.model
+    assert units == [blocks[:2], blocks[2:4], blocks[4:], made.model]
 
 
 def test_the_cause_is_told_before_its_effects():
