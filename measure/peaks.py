@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,16 @@ LOCK_S = 120.0  # another process may be measuring
 BUDGET_S = 1.0  # per rate: a GPU's ten rounds take less, a slow CPU's one product 0.6 s
 
 
+def _fastest(
+    calls: Mapping[str, timer.Call], device: torch.device, capture: bool = True
+) -> tuple[str, float]:
+    """Return the name of the fastest of some calls, and its milliseconds."""
+    variants = {name: [call] for name, call in calls.items()}
+    timings = timer.time_calls(variants, device, 10, budget_s=BUDGET_S, capture=capture)
+    name = min(timings, key=lambda name: timings[name].ms)
+    return name, timings[name].ms
+
+
 def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
     """Return bandwidth, and how: the better of torch's copy_ and the `copy` peer, without graphs.
 
@@ -37,18 +48,13 @@ def _copy_gbps(device: torch.device, nbytes: int) -> tuple[float, str]:
         "torch copy_": lambda: target.copy_(source),
         "an elementwise pass": peers.elementwise(lambda: None, 2 * nbytes, device)["copy"](),
     }
-    timings = timer.time_calls(
-        {name: [call] for name, call in calls.items()}, device, 10, budget_s=BUDGET_S, capture=False
-    )
-    best = min(timings, key=lambda name: timings[name].ms)
-    how = f"{best} of {nbytes >> 20} MiB, bytes read and written"
-    return 2 * nbytes / timings[best].ms / 1e6, how
+    best, ms = _fastest(calls, device, capture=False)
+    return 2 * nbytes / ms / 1e6, f"{best} of {nbytes >> 20} MiB, bytes read and written"
 
 
 def _product_tflops(device: torch.device, name: str, size: int) -> float:
-    call = peers.gemm(size, size, size, device)[name]()
-    timing = timer.time_calls({name: [call]}, device, 10, budget_s=BUDGET_S)
-    return 2 * size**3 / timing[name].ms / 1e9
+    _, ms = _fastest({name: peers.gemm(size, size, size, device)[name]()}, device)
+    return 2 * size**3 / ms / 1e9
 
 
 def _cpu_int8_tops(size: int) -> tuple[float, str]:
@@ -60,12 +66,9 @@ def _cpu_int8_tops(size: int) -> tuple[float, str]:
     a, b = torch.randint(-127, 128, (2, size, size), dtype=torch.int8, device=device)
     x, y = a.double(), b.double()
     calls = {"torch._int_mm": lambda: torch._int_mm(a, b.t()), "torch.matmul": lambda: x @ y.t()}
-    timings = timer.time_calls(
-        {n: [call] for n, call in calls.items()}, device, 10, budget_s=BUDGET_S
-    )
-    name = min(timings, key=lambda name: timings[name].ms)
+    name, ms = _fastest(calls, device)
     how = f"{name} NT {size}³" + (" in FP64" if name == "torch.matmul" else "")
-    return 2 * size**3 / timings[name].ms / 1e9, how
+    return 2 * size**3 / ms / 1e9, how
 
 
 def _int8_tops(device: torch.device) -> tuple[float, str]:
@@ -79,10 +82,10 @@ def _int8_tops(device: torch.device) -> tuple[float, str]:
 
         programs = 3 * torch.cuda.get_device_properties(device).multi_processor_count
         call, operations = ceiling.int8_call(device, programs, 4000)
-        timing = timer.time_calls({"int8": [call]}, device, 10, budget_s=BUDGET_S)["int8"]
+        _, ms = _fastest({"int8": call}, device)
     except Exception as error:  # no Triton, or none that compiles for this architecture
         return library[0], f"{library[1]} (matrix instructions alone: {type(error).__name__})"
-    alone = operations / timing.ms / 1e9, "matrix instructions alone, operands resident on the SM"
+    alone = operations / ms / 1e9, "matrix instructions alone, operands resident on the SM"
     return max(library, alone)
 
 
@@ -90,31 +93,27 @@ def measure(device: Device) -> Peaks:
     """Measure copy bandwidth and matrix rates, and note how."""
     where = device.torch_device
     if device.kind == "cpu":
-        copy, how = _copy_gbps(where, 1 << 28)
-        tops, int8_how = _cpu_int8_tops(1024)
-        return {
-            "copy_gbps": copy,
-            "int8_tops": tops,
-            "bf16_tflops": _product_tflops(where, "bf16_matmul", 1024),
-            "how": {
-                "copy_gbps": how,
-                "int8_tops": int8_how,
-                "bf16_tflops": "torch.matmul NT 1024³",
-            },
-        }
-    copy, how = _copy_gbps(where, min(4 << 30, torch.cuda.mem_get_info(where)[0] // 8))
-    tops, int8_how = _int8_tops(where)
+        nbytes, size, product = 1 << 28, 1024, "bf16_matmul"
+    else:
+        nbytes, size, product = (
+            min(4 << 30, torch.cuda.mem_get_info(where)[0] // 8),
+            8192,
+            "cublas_bf16",
+        )
+    copy, copy_how = _copy_gbps(where, nbytes)
+    tops, tops_how = _cpu_int8_tops(size) if device.kind == "cpu" else _int8_tops(where)
     found: Peaks = {
         "copy_gbps": copy,
         "int8_tops": tops,
-        "bf16_tflops": _product_tflops(where, "cublas_bf16", 8192),
+        "bf16_tflops": _product_tflops(where, product, size),
         "how": {
-            "copy_gbps": how,
-            "int8_tops": int8_how,
-            "bf16_tflops": "torch.matmul NT 8192³",
+            "copy_gbps": copy_how,
+            "int8_tops": tops_how,
+            "bf16_tflops": f"torch.matmul NT {size}³",
         },
     }
-    torch.cuda.empty_cache()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
     return found
 
 
