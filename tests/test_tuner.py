@@ -855,21 +855,21 @@ class Comparer:
         self.flukes, self.asked = flukes, []
 
     def compare(self, configs, budget_s, rounds=15, peers=True):
-        self.asked.append((list(configs.values()), peers))
+        self.asked.append((list(configs), peers))
         if self.flukes:
             self.flukes -= 1
             raise RunnerError("killed from outside")
-        for config in configs.values():
+        for config in configs:
             if config in self.crashing:
                 raise RunnerError(f"tile {config.tile} crashed")
-        if self.together and set(self.together) <= set(configs.values()):
+        if self.together and set(self.together) <= set(configs):
             raise RunnerError("out of memory")
-        good = {label: c for label, c in configs.items() if self.timings[c] is not None}
-        failed = {label: "wrong" for label in configs if label not in good}
+        good = {c: found for c in configs if (found := self.timings[c]) is not None}
+        failed = {c: "wrong" for c in configs if c not in good}
         if peers and self.choking:
             raise RunnerError("a peer ran out of memory")
         found = {"cublas_bf16": Timing.of([2.0] * 15)} if peers else {}
-        return Comparison({label: self.timings[c] for label, c in good.items()}, found, failed)
+        return Comparison(good, found, failed)
 
 
 A, B, C, D, E = (ToyConfig(tile=tile) for tile in (16, 32, 64, 128, 256))
@@ -938,7 +938,7 @@ def test_a_default_that_fails():
     assert final.config == C
     assert final.default is final.before is final.gain is None
     assert not final.kept
-    assert final.failed == {str(A.as_dict()): "wrong"}
+    assert final.failed == {A: "wrong"}
     assert final.as_dict()["default_ms"] is None
     with pytest.raises(WrongResultError, match=r"^no config is right: wrong$"):
         decide(Comparer(timed(a=None, b=None)), [B], A, A, False, "time", 5.0)
@@ -948,7 +948,7 @@ def test_what_is_known_to_fail_is_not_run_again():
     runner = Comparer(timed(b=0.9))
     final = decide(runner, [B], A, A, False, "time", 5.0, {A: "it hung"})
     assert runner.asked == [([B], True)]
-    assert final.failed == {str(A.as_dict()): "it hung"}
+    assert final.failed == {A: "it hung"}
     with pytest.raises(WrongResultError, match=r"^no config is right: it hung$"):
         decide(runner, [], A, A, False, "time", 5.0, {A: "it hung"})
 
@@ -957,7 +957,7 @@ def test_a_comparison_that_crashes_goes_on_without_the_culprits():
     runner = Comparer(timed(a=1.0, b=0.9, d=0.7, e=0.8), crashing=(B, D))
     final = decide(runner, [B, D, E], A, A, False, "time", 5.0)
     assert final.config == E
-    assert final.failed == {str(c.as_dict()): f"tile {c.tile} crashed" for c in (B, D)}
+    assert final.failed == {c: f"tile {c.tile} crashed" for c in (B, D)}
     all_of_them = [A, B, D, E]
     alone = [([config], False) for config in all_of_them]
     assert runner.asked == [(all_of_them, True), (all_of_them, False), *alone, ([A, E], True)]

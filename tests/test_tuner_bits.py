@@ -58,9 +58,9 @@ def test_a_config_of_other_bits_is_wrong_where_they_are_to_be_the_same():
     assert (told.outcome, told.message) == ("wrong", "c: not the bits of the config in use")
     assert bench(same_bits=same).measure(same).outcome == "ok"
     assert bench(same_bits=off).measure(off).outcome == "ok"  # the config in use, not the reference
-    found = bench(same_bits=same).compare({"same": same, "off": off}, 1.0, 6, False)
-    assert list(found.configs) == ["same"]
-    assert found.failed == {"off": "c: not the bits of the config in use"}
+    found = bench(same_bits=same).compare([same, off], 1.0, 6, False)
+    assert list(found.configs) == [same]
+    assert found.failed == {off: "c: not the bits of the config in use"}
 
 
 def test_a_config_whose_bits_change_is_no_measure_of_others():
@@ -71,21 +71,21 @@ def test_a_config_whose_bits_change_is_no_measure_of_others():
 
 
 def test_a_digest_is_of_the_outputs():
-    configs = {"same": RoundingConfig(), "off": RoundingConfig(off=True)}
-    found = bench().compare(configs, 1.0, 6, False).digests
+    same, off = RoundingConfig(), RoundingConfig(off=True)
+    found = bench().compare([same, off], 1.0, 6, False).digests
     inputs = GEMM.inputs(PROBLEM, torch.device("cpu"), 0, "normal")
     right = GEMM.reference(PROBLEM, inputs)["c"].float().numpy()
-    assert found["same"] == hashlib.sha256(b"c" + right.tobytes()).hexdigest()
-    assert found["off"] != found["same"]
+    assert found[same] == hashlib.sha256(b"c" + right.tobytes()).hexdigest()
+    assert found[off] != found[same]
 
 
 def test_timing_goes_on_until_the_noise_is_small(monkeypatch):
     monkeypatch.setattr(worker, "MOST_ROUNDS", 9)
-    configs = {"one": RoundingConfig()}
+    one = RoundingConfig()
 
     def samples(max_noise):
-        found = bench(max_noise=max_noise).compare(configs, 60.0, 7, False)
-        return found.configs["one"].samples
+        found = bench(max_noise=max_noise).compare([one], 60.0, 7, False)
+        return found.configs[one].samples
 
     # Six are the fewest that tell of a noise; of 0% there is never as little.
     assert [samples(None), samples(1e9), samples(0.0)] == [7, 6, 9]

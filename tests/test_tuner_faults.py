@@ -378,7 +378,7 @@ def test_faults_of_a_gpu():
         final = decide(runner, [good, other], illegal, illegal, False, "time", 1.0)
         assert final.default is None
         assert final.config.fault == "none"
-        assert "illegal memory access" in final.failed[str(illegal.as_dict())]
+        assert "illegal memory access" in final.failed[illegal]
 
 
 # Disks and files.

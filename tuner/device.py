@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection as mp_connection
 from typing import Any
@@ -169,7 +169,7 @@ class DeviceRunner:
 
     def compare(
         self,
-        configs: Mapping[str, Config],
+        configs: Sequence[Config],
         budget_s: float,
         rounds: int = ROUNDS,
         peers: bool = True,
@@ -182,7 +182,7 @@ class DeviceRunner:
         try:
             if seat.task is not None:
                 seat.dismiss()
-            worker = seat.ask("compare", self.job, dict(configs), budget_s, rounds, peers)
+            worker = seat.ask("compare", self.job, list(configs), budget_s, rounds, peers)
             answer, usable = self._compared(worker, budget_s)
         except BaseException:
             seat.dismiss()

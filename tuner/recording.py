@@ -299,19 +299,19 @@ class ReplayRunner:
 
     def compare(
         self,
-        configs: Mapping[str, Config],
+        configs: Sequence[Config],
         budget_s: float,
         rounds: int = ROUNDS,
         peers: bool = True,
     ) -> Comparison:
         timings, failed = {}, {}
-        for label, config in configs.items():
+        for config in configs:
             found = self.recorded.get(config)
             if found is None or found.ms is None:
-                failed[label] = "not recorded" if found is None else found.message or found.outcome
+                failed[config] = "not recorded" if found is None else found.message or found.outcome
             else:
                 self.seconds += found.seconds
-                timings[label] = _timing(found)
+                timings[config] = _timing(found)
         return Comparison(timings, {}, failed)
 
     def now(self) -> float:

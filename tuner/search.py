@@ -115,7 +115,7 @@ class Final:
         before: the timing of the config in use before: the profile's, the nearest's or the default.
         kept: no finalist beat what had to be beaten.
         peers: name → timing.
-        failed: config's label → why it was left out.
+        failed: config → why it was left out.
         digest: the SHA-256 of the winner's outputs, where it is known.
     """
 
@@ -124,8 +124,8 @@ class Final:
     default: Timing | None
     before: Timing | None
     kept: bool
-    peers: dict[str, Timing]
-    failed: dict[str, str]
+    peers: Mapping[str, Timing]
+    failed: Mapping[Config, str]
     digest: str | None = None
 
     @property
@@ -252,7 +252,7 @@ def decide(
     incumbent = before if tuned else default
     configs = list(dict.fromkeys([incumbent, default, before, *finalists]))
     compared = compare(runner, configs, budget_s, rounds, broken)
-    timings = compared.timings
+    timings = compared.configs
     middles = {
         c: np.median(found) if len(found := costs(t, objective)) else math.inf
         for c, t in timings.items()
@@ -273,30 +273,13 @@ def decide(
     )
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Configs compared: what `Final` has of each.
-
-    Attributes:
-        timings: config → its timing; those that failed are missing.
-        peers: name → timing.
-        failed: config's label → why.
-        digests: config → the SHA-256 of its outputs.
-    """
-
-    timings: dict[Config, Timing]
-    peers: dict[str, Timing]
-    failed: dict[str, str]
-    digests: dict[Config, str]
-
-
 def compare(
     runner: TrialRunner,
     configs: Sequence[Config],
     budget_s: float,
     rounds: int,
     broken: Mapping[Config, str] | None = None,
-) -> Compared:
+) -> Comparison:
     """Check and time configs in turn, with the peers.
 
     Args:
@@ -305,20 +288,15 @@ def compare(
     Raises:
         WrongResultError: none is right.
     """
-    known = {str(i): broken[c] for i, c in enumerate(configs) if broken and c in broken}
-    sound = {str(i): c for i, c in enumerate(configs) if str(i) not in known}
+    known = {config: broken[config] for config in configs if broken and config in broken}
+    sound = [config for config in configs if config not in known]
     found = _compare(runner, sound, budget_s, rounds, known)
     if not found.configs:
         reason, _, rest = next(iter(found.failed.values())).strip().partition("\n")
         error = WrongResultError(f"no config is right: {reason}")
         error.details = rest  # a compiler's
         raise error
-    return Compared(
-        {configs[int(label)]: timing for label, timing in found.configs.items()},
-        dict(found.peers),
-        {str(configs[int(label)].as_dict()): reason for label, reason in found.failed.items()},
-        {configs[int(label)]: digest for label, digest in found.digests.items()},
-    )
+    return found
 
 
 def best_for_all(times: Sequence[Mapping[Config, float]], how: str) -> tuple[Config, list[float]]:
@@ -345,16 +323,16 @@ def best_for_all(times: Sequence[Mapping[Config, float]], how: str) -> tuple[Con
 
 def _compare(
     runner: TrialRunner,
-    configs: Mapping[str, Config],
+    configs: Sequence[Config],
     budget_s: float,
     rounds: int,
-    failed: Mapping[str, str],
+    failed: Mapping[Config, str],
 ) -> Comparison:
     """A comparison that brings its worker down is repeated without the peers, one of which may be
     to blame, and then without those configs that bring it down alone.
 
     Args:
-        failed: label → why, of those that have failed already.
+        failed: config → why, of those that have failed already.
     """
     if not configs:
         return Comparison({}, {}, failed)
@@ -364,14 +342,14 @@ def _compare(
             return replace(found, failed={**failed, **found.failed})
         except RunnerError as error:
             trouble = str(error)
-    culprits: dict[str, str] = {}
-    for label, config in configs.items() if len(configs) > 1 else ():
+    culprits: dict[Config, str] = {}
+    for config in configs if len(configs) > 1 else ():
         try:
-            culprits.update(runner.compare({label: config}, 0.0, rounds, False).failed)
+            culprits.update(runner.compare([config], 0.0, rounds, False).failed)
         except RunnerError as error:
-            culprits[label] = str(error)
+            culprits[config] = str(error)
     if not culprits and len(configs) > 1:
         raise JetfireError(f"the finalists run alone but not in turn: {trouble}")
     culprits = culprits or dict.fromkeys(configs, trouble)
-    sound = {label: config for label, config in configs.items() if label not in culprits}
+    sound = [config for config in configs if config not in culprits]
     return _compare(runner, sound, budget_s, rounds, {**failed, **culprits})

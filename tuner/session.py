@@ -293,7 +293,8 @@ class Session:
     def _conclude(self, target: SearchTarget, study: Study, found: Found, final: Final) -> None:
         """Keep what was decided; the profile only where that is new."""
         for config, reason in final.failed.items():
-            self.display.note(f"{target}: left out of the final comparison: {config}: {reason}")
+            left_out = f"left out of the final comparison: {config.as_dict()}: {reason}"
+            self.display.note(f"{target}: {left_out}")
         most, left = self.asked.max_noise, noise(final.timing.values)
         if most is not None and left > most:
             samples = final.timing.samples
@@ -344,7 +345,7 @@ class Session:
             legal = [c for c in configs if target.space.reason(c) is None]
             compared[target] = compare(self.runner, legal, self.effort.rounds_s, self.effort.rounds)
         times = [
-            {c: float(np.median(costs(t, self.objective))) for c, t in one.timings.items()}
+            {c: float(np.median(costs(t, self.objective))) for c, t in one.configs.items()}
             for one in compared.values()
         ]
         config, ratios = best_for_all(times, str(self.asked.for_all))
@@ -356,9 +357,9 @@ class Session:
         return {
             target: Final(
                 config,
-                one.timings[config],
-                one.timings.get(target.space.base),
-                one.timings.get(found[target].config),
+                one.configs[config],
+                one.configs.get(target.space.base),
+                one.configs.get(found[target].config),
                 False,
                 one.peers,
                 one.failed,

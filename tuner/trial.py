@@ -91,15 +91,15 @@ class Comparison:
     """Configs and peers timed in turn against each other.
 
     Attributes:
-        configs, peers: label → its timing; those that failed their check are missing.
-        failed: label → why.
-        digests: of the configs, label → the SHA-256 of its outputs' bytes.
+        configs, peers: config, or name → its timing; those that failed their check are missing.
+        failed: config → why.
+        digests: config → the SHA-256 of its outputs' bytes.
     """
 
-    configs: Mapping[str, Timing]
+    configs: Mapping[Config, Timing]
     peers: Mapping[str, Timing]
-    failed: Mapping[str, str]
-    digests: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[Config, str]
+    digests: Mapping[Config, str] = field(default_factory=dict)
 
 
 class TrialRunner(Protocol):
@@ -119,7 +119,7 @@ class TrialRunner(Protocol):
 
     def compare(
         self,
-        configs: Mapping[str, Config],
+        configs: Sequence[Config],
         budget_s: float,
         rounds: int = ROUNDS,
         peers: bool = True,

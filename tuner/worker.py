@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -130,21 +130,20 @@ class Bench:
         found = self.guard.judged(check)
         return None if found.ok else found.message or "wrong result"
 
-    def _failed(self, configs: Mapping[str, Config], check: Callable[..., Check]) -> dict[str, str]:
-        """What is wrong with configs, by their labels, of which `check` is given label and config.
-
-        One that raises costs none of the others.
-        """
+    def _failed(
+        self, configs: Sequence[Config], check: Callable[[Config], Check]
+    ) -> dict[Config, str]:
+        """What is wrong with configs; one that raises costs none of the others."""
         failed = {}
-        for label, config in configs.items():
+        for config in configs:
             try:
-                reason = self._wrong(check(label, config))
+                reason = self._wrong(check(config))
             except Exception as error:
                 if self.device.kind == "cuda":
                     torch.cuda.synchronize()  # raises what the device does not survive
                 reason = self._said(error)
             if reason is not None:
-                failed[label] = reason
+                failed[config] = reason
         return failed
 
     def _written(self, outputs: Tensors) -> dict[str, torch.Tensor]:
@@ -186,32 +185,33 @@ class Bench:
         return f"{type(error).__name__}: {error}"
 
     def compare(
-        self, configs: Mapping[str, Config], budget_s: float, rounds: int, peers: bool
+        self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
     ) -> Comparison:
         """Configs, checked before and after, and the peers if they are wanted, in turn."""
-        failed = self._failed(configs, lambda label, config: self._verified(config))
-        sound = {label: config for label, config in configs.items() if label not in failed}
-        calls = {label: self.sets.calls(self.job.kernel, c) for label, c in sound.items()}
+        failed = self._failed(configs, self._verified)
+        sound = [config for config in configs if config not in failed]
+        calls = {str(config): self.sets.calls(self.job.kernel, config) for config in sound}
         rivals = self._peers() if calls and peers else {}
         runs: dict[str, Call] = {}
         variants = {**calls, **{f"peer {name}": thunks for name, thunks in rivals.items()}}
         timings = self._in_turn(variants, budget_s, rounds, runs.__setitem__)
 
-        def prove(label: str, config: Config) -> Check:
-            return self.sets.proved(self.job.kernel, config, runs[label])
+        def prove(config: Config) -> Check:
+            return self.sets.proved(self.job.kernel, config, runs[str(config)])
 
         self.begin()
         wrong = self._failed(sound, prove)
-        failed |= {label: f"{reason}, after timing" for label, reason in wrong.items()}
-        for label in sound:
-            if label not in failed and self.monitor and not timings[label].energies:
-                failed[label] = "its power could not be read"
-
-        def of(prefix: str, names: Iterable[str]) -> dict[str, Timing]:
-            return {name: timings[f"{prefix}{name}"] for name in names if name not in failed}
-
-        digests = {label: self._digest(sound[label]) for label in sound if label not in failed}
-        return Comparison(of("", sound), of("peer ", rivals), failed, digests)
+        failed |= {config: f"{reason}, after timing" for config, reason in wrong.items()}
+        for config in sound:
+            if config not in failed and self.monitor and not timings[str(config)].energies:
+                failed[config] = "its power could not be read"
+        right = [config for config in sound if config not in failed]
+        return Comparison(
+            {config: timings[str(config)] for config in right},
+            {name: timings[f"peer {name}"] for name in rivals},
+            failed,
+            {config: self._digest(config) for config in right},
+        )
 
     def _in_turn(
         self,
