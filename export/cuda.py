@@ -24,6 +24,7 @@ from jetfire.core import registry
 from jetfire.core.errors import UsageError
 from jetfire.core.host import Code, Host, hosts
 from jetfire.core.kernel import Kernel
+from jetfire.core.machine_code import Cubin
 from jetfire.export import flatten
 from jetfire.export.c_text import capital, comment, fields, hang
 from jetfire.export.foreign import Foreign
@@ -198,17 +199,12 @@ class _Export:
         """A config's kernels, in the order of `Host.codes`."""
         end = variant.symbol.removeprefix(self.plan.name)
         about = f"Tuned for {fields(self.plan.sizes(variant.problem))}."
-        return [
-            Compiled(
-                f"{code.name}{end}",
-                code.name,
-                compile_cubin(code.source, code.header, f"sm_{self.architecture}"),
-                code.threads,
-                code.shared_bytes,
-                about,
-            )
-            for code in variant.codes
-        ]
+        found = []
+        for code in variant.codes:
+            content = compile_cubin(code.source, code.header, f"sm_{self.architecture}")
+            cubin = Cubin(code.name, content, code.shared_bytes, code.threads // 32)
+            found.append(Compiled(f"{code.name}{end}", cubin, about))
+        return found
 
     def head(self, variant: CompiledVariant) -> str:
         """Say what a file is, where its constants come from and how it is built."""

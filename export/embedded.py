@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import Cubin
 from jetfire.export import samples
 from jetfire.export.c_text import WIDTH, capital, comment, hang
 from jetfire.export.library import Compiled, Library, code_files, dims, header, prototype
@@ -19,7 +20,6 @@ from jetfire.export.plan import ExportPlan
 from jetfire.export.recording import (
     Address,
     Argument,
-    Call,
     LaunchRecording,
     Scratch,
     TensorMap,
@@ -70,26 +70,21 @@ def library(plan: ExportPlan) -> Library:
     )
 
 
-def _identity(call: Call) -> tuple[str, bytes, int, int]:
-    return call.function, call.code, call.threads, call.shared_bytes
-
-
 def _compiled(
     plan: ExportPlan, problems: Sequence[Any], recordings: Sequence[LaunchRecording]
-) -> dict[tuple[str, bytes, int, int], Compiled]:
+) -> dict[Cubin, Compiled]:
     """Return each different code once."""
-    users: dict[tuple[str, bytes, int, int], dict[str, None]] = {}
+    users: dict[Cubin, dict[str, None]] = {}
     for problem, recording in zip(problems, recordings, strict=True):
         shown = "×".join(map(str, plan.sizes(problem).values()))
         for call in recording.calls:
-            users.setdefault(_identity(call), {})[shown] = None
-    found: dict[tuple[str, bytes, int, int], Compiled] = {}
-    for identity, sizes in users.items():
-        function = identity[0]
-        before = sum(kernel.function == function for kernel in found.values())
-        name = f"{function}_{before + 1}" if before else function
+            users.setdefault(call.cubin, {})[shown] = None
+    found: dict[Cubin, Compiled] = {}
+    for cubin, sizes in users.items():
+        before = sum(other.name == cubin.name for other in found)
+        name = f"{cubin.name}_{before + 1}" if before else cubin.name
         about = textwrap.shorten(f"Of {', '.join(sizes)}.", WIDTH - 3, placeholder=" …")
-        found[identity] = Compiled(name, *identity, about)
+        found[cubin] = Compiled(name, cubin, about)
     return found
 
 
@@ -115,7 +110,7 @@ def _launcher(
     plan: ExportPlan,
     cases: dict[Any, Any],
     recordings: Sequence[LaunchRecording],
-    kernels: dict[tuple[str, bytes, int, int], Compiled],
+    kernels: dict[Cubin, Compiled],
     workspace: bool,
 ) -> bytes:
     """Return the text of `<name>.c`."""
@@ -133,7 +128,7 @@ def _launcher(
             launches.append(
                 {
                     "number": tables,
-                    "kernel": kernels[_identity(call)].name.upper(),
+                    "kernel": kernels[call.cubin].name.upper(),
                     "grid": call.grid,
                     "arguments": [
                         {"name": a.name, "fields": _fields(a, tensors, places, names)}

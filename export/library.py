@@ -7,8 +7,9 @@ A CUDA kernel becomes readable CUDA C++ (`cuda`), any kernel compiled code in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from jetfire.core.machine_code import Cubin
 from jetfire.export.c_text import capital, comment, fields, hang
 from jetfire.export.plan import ExportPlan
 from jetfire.export.render import render, static
@@ -47,22 +48,15 @@ class Library:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel function's machine code, and what all launches of it have in common.
+    """One kernel function's machine code.
 
     Attributes:
         name: in the C files: lower case, an identifier, the file's own.
-        function: in the ELF file.
-        code: the ELF file.
-        threads: of a block.
-        shared_bytes: of a block, given at launch.
         about: what it is, in a line of a comment.
     """
 
     name: str
-    function: str
-    code: bytes = field(repr=False)
-    threads: int
-    shared_bytes: int
+    cubin: Cubin
     about: str
 
 

@@ -20,61 +20,17 @@ from jetfire.export.library import Library
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.render import render
 from jetfire.export.samples import Sample
-from jetfire.export.signature import Parameter
 
 _ROLES = {"input": "READ", "output": "WRITTEN", "updated": "READ | WRITTEN"}
 
 
-@dataclass(frozen=True)
-class TensorTable:
-    """A tensor of the function as programs have it.
+def tables(plan: ExportPlan, sample: Sample) -> list[dict[str, Any]]:
+    """The function's tensors in its order, as programs have them.
 
-    Attributes:
-        shape: a dim's number, factor and divisor of each side.
-        written: the shape of the part, from the tensor's beginning, that a call must write.
-        tolerance: of ‖written - expected‖/‖expected‖; 0 where bits must be equal.
+    Of each `shape` has a dim's number, factor and divisor of every side, `written` the shape of the
+    part, from the tensor's beginning, that a call must write, and `tolerance` what
+    ‖written - expected‖/‖expected‖ may be; 0 where bits must be equal.
     """
-
-    parameter: Parameter
-    shape: tuple[tuple[int, int, int], ...]
-    written: tuple[int, ...]
-    tolerance: float
-
-    @property
-    def name(self) -> str:
-        return self.parameter.name
-
-    @property
-    def dtype(self) -> str:
-        return str(self.parameter.dtype).removeprefix("torch.")
-
-    def c(self) -> dict[str, Any]:
-        """Return the tensor's rows in the C tables."""
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "role": _ROLES[self.parameter.role],
-            "shape": self.shape,
-            "extents": [f"{{{', '.join(map(str, side))}}}" for side in self.shape or ((-1, 1, 1),)],
-            "rows": math.prod(self.written[:-1]),
-            "columns": math.prod(self.written[-1:]),
-            "tolerance": self.tolerance,
-        }
-
-    def json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "role": self.parameter.role,
-            "shape": self.shape,
-            "written": self.written,
-            "tolerance": self.tolerance,
-            "shown": self.parameter.shown,
-        }
-
-
-def tables(plan: ExportPlan, sample: Sample) -> list[TensorTable]:
-    """The function's tensors in its order."""
     numbers = {dim: i for i, dim in enumerate(plan.signature.dims)}
     outputs = {p.key: sample.expected[p.name] for p in plan.signature.outputs}
     parts = plan.op.written(sample.problem, sample.inputs, outputs)
@@ -84,8 +40,30 @@ def tables(plan: ExportPlan, sample: Sample) -> list[TensorTable]:
         part = tensor if p.role == "input" else parts[p.key]
         assert part.storage_offset() == tensor.storage_offset()
         shape = tuple((numbers.get(e.dim or "", -1), e.factor, e.divisor) for e in p.shape)
-        found.append(TensorTable(p, shape, tuple(part.shape), sample.tolerance.get(p.name, 0.0)))
+        found.append(
+            {
+                "name": p.name,
+                "dtype": str(p.dtype).removeprefix("torch."),
+                "role": p.role,
+                "shape": shape,
+                "written": tuple(part.shape),
+                "tolerance": sample.tolerance.get(p.name, 0.0),
+                "shown": p.shown,
+            }
+        )
     return found
+
+
+def _in_c(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a tensor's table with what C has in its place."""
+    sides = table["shape"] or ((-1, 1, 1),)
+    return {
+        **table,
+        "role": _ROLES[table["role"]],
+        "extents": [f"{{{', '.join(map(str, side))}}}" for side in sides],
+        "rows": math.prod(table["written"][:-1]),
+        "columns": math.prod(table["written"][-1:]),
+    }
 
 
 @dataclass(frozen=True)
@@ -154,7 +132,7 @@ def header(plan: ExportPlan, library: Library, sample: Sample) -> bytes:
         dims=signature.dims,
         inputs=len(signature.inputs),
         numbers=len(signature.numbers),
-        tensors=[table.c() for table in tables(plan, sample)],
+        tensors=list(map(_in_c, tables(plan, sample))),
         origins=[(names.index(o[0].name), o[1]) if o else (-1, 0) for o in found],
         recorded_sizes=plan.sizes(sample.problem).values(),
         tuned=[origin(plan, t) for t in plan.tuned],
@@ -195,7 +173,7 @@ def python(plan: ExportPlan, library: Library, sample: Sample, **more: object) -
         "sizes": plan.signature.dims,
         "numbers": plan.signature.numbers,
         "recorded": list(plan.sizes(sample.problem).values()),
-        "tensors": [table.json() for table in tables(plan, sample)],
+        "tensors": tables(plan, sample),
         **more,
     }
     return (json.dumps(found, indent=1) + "\n").encode()

@@ -157,11 +157,6 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
     return found
 
 
-def _has_form(kernel: Kernel) -> bool:
-    """Return whether an export can hold a kernel: one in CUDA C++ only with its host code."""
-    return isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)
-
-
 def _fastest(
     op: Op, kernels: Mapping[str, Kernel], problems: Sequence[Any], device: Device
 ) -> Kernel:
@@ -171,7 +166,10 @@ def _fastest(
     not compare.
     """
     times: dict[str, float] = {}
-    for kernel in filter(_has_form, kernels.values()):
+    for kernel in kernels.values():
+        # An export can hold one in CUDA C++ only with its host code.
+        if not (isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)):
+            continue
         found = [profiles.find(kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)

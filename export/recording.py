@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from jetfire.core import broken, registry
 from jetfire.core.errors import JetfireError, UsageError
+from jetfire.core.machine_code import Cubin
 from jetfire.export.signature import name_of_output
 from jetfire.kernels_cuda.inline import InlineKernel
 
@@ -84,11 +85,8 @@ class Call:
         arguments: all but Triton's two trailing pointers, to memory that no kernel here uses.
     """
 
-    function: str
-    code: bytes = field(repr=False)
+    cubin: Cubin
     grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
     arguments: tuple[Argument, ...]
 
 
@@ -158,9 +156,7 @@ def _inline(
     )
     (cubin,) = kernel.cubins(problem, config, capability)
     grid = (kernel.blocks(problem, config), 1, 1)
-    threads = 32 * cubin.warps
-    call = Call(cubin.name, cubin.code, grid, threads, cubin.shared_bytes, arguments)
-    return LaunchRecording((call,), ())
+    return LaunchRecording((Call(cubin, grid, arguments),), ())
 
 
 def main() -> None:
@@ -290,6 +286,8 @@ def call_of(launch: Launch, memory: Memory) -> Call:
     Raises:
         UsageError: it needs what a plain launch does not give.
     """
+    from jetfire.kernels_triton.crosscompile import cubin_of
+
     metadata = launch.compiled.metadata
     for need, has in (
         ("global scratch memory", metadata.global_scratch_size > 0),
@@ -304,14 +302,7 @@ def call_of(launch: Launch, memory: Memory) -> Call:
     entry = launch.compiled.asm["ptx"].split(".entry")[1].split(")")[0]
     parameters = len(re.findall(r"\.param\b", entry))
     assert parameters == len(arguments) + 2, (metadata.name, parameters, arguments)
-    return Call(
-        metadata.name,
-        launch.compiled.asm["cubin"],
-        launch.grid,
-        32 * metadata.num_warps,
-        metadata.shared,
-        arguments,
-    )
+    return Call(cubin_of(launch.compiled), launch.grid, arguments)
 
 
 def _arguments(launch: Launch, memory: Memory) -> Iterator[Argument]:

@@ -43,17 +43,6 @@ class Extent:
             return self.factor
         return ceil_div(self.factor * sizes[self.dim], self.divisor)
 
-    def c(self, prefix: str = "") -> str:
-        """Write it as C, C++ and (for positive sizes) Python do; `prefix` comes before the dim."""
-        if self.dim is None:
-            return str(self.factor)
-        product = f"{prefix}{self.dim}"
-        if self.factor != 1:
-            product = f"{self.factor} * {product}"
-        return (
-            product if self.divisor == 1 else f"({product} + {self.divisor - 1}) / {self.divisor}"
-        )
-
     def __str__(self) -> str:
         if self.dim is None:
             return str(self.factor)
@@ -79,14 +68,9 @@ class Parameter:
     key: str
 
     @property
-    def c_type(self) -> str:
-        """The C type of an element; bf16 and fp16 are passed as their bits."""
-        return C_TYPES[self.dtype]
-
-    @property
     def pointer(self) -> str:
-        """The type of a C parameter."""
-        return f"{'const ' if self.role == 'input' else ''}{self.c_type}*"
+        """The type of a C parameter; bf16 and fp16 are passed as their bits."""
+        return f"{'const ' if self.role == 'input' else ''}{C_TYPES[self.dtype]}*"
 
     @property
     def shown(self) -> str:
@@ -160,10 +144,6 @@ def name_of_output(op: Op, problem: Any, inputs: Tensors, name: str) -> str:
     return f"{name}_out" if name in inputs and name not in op.updated(problem) else name
 
 
-def _with_sizes(op: Op, problem: Any, sizes: Sequence[int]) -> Any:
-    return dataclasses.replace(problem, **dict(zip(op.dims, sizes, strict=True)))
-
-
 def _extent(name: str, found: Sequence[tuple[dict[str, int], int]]) -> Extent:
     """Return the one expression that has these values at these sizes.
 
@@ -189,12 +169,10 @@ def signature_of(op: Op, problem: Any) -> Signature:
     Raises:
         UsageError: a tensor's shape is no simple function of the sizes, or its dtype has no C type.
     """
-    count = len(op.dims)
     probes: list[tuple[Any, Tensors, Tensors]] = []
     for i in range(len(_PROBES)):
-        sizes = [_UNIT * _PROBES[(i + j) % len(_PROBES)] for j in range(count)]
-        probed = _with_sizes(op, problem, sizes)
-        probes.append((dict(zip(op.dims, sizes, strict=True)), *op.on_meta(probed)))
+        sizes = {d: _UNIT * _PROBES[(i + j) % len(_PROBES)] for j, d in enumerate(op.dims)}
+        probes.append((sizes, *op.on_meta(dataclasses.replace(problem, **sizes))))
     _, inputs, outputs = probes[0]
     updated = op.updated(problem)
 

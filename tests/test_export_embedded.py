@@ -18,6 +18,7 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import Cubin
 from jetfire.export import embedded, recording, samples
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.recording import (
@@ -158,8 +159,7 @@ def parameters_in(code, function):
 
 def codes_of(recorded):
     """Each different kernel in the order of its first call."""
-    calls = [c for r in recorded for c in r.calls]
-    return list({(c.function, c.code, c.threads, c.shared_bytes): c for c in calls}.values())
+    return list(dict.fromkeys(call.cubin for r in recorded for call in r.calls))
 
 
 def run(so, function, calls, *, driver=None, kernels=(), threads=1, **environment):
@@ -187,7 +187,7 @@ def run(so, function, calls, *, driver=None, kernels=(), threads=1, **environmen
 
 def run_fake(fake_driver, made, calls, **options):
     kernels = [
-        {"bytes": len(c.code), "parameters": parameters_in(c.code, c.function)}
+        {"bytes": len(c.code), "parameters": parameters_in(c.code, c.name)}
         for c in codes_of(made.recorded)
     ]
     return run(made.so, made.plan.name, calls, driver=fake_driver, kernels=kernels, **options)
@@ -224,7 +224,7 @@ def test_a_call_launches_what_the_kernel_would(built, fake_driver, name):
     assert codes == [0] * len(calls)
     # Every different code was loaded once, whole, by the name of its function.
     assert [bytes.fromhex(x[3]) for x in lines if x[0] == "load"] == [c.code for c in kernels]
-    assert [x[2] for x in lines if x[0] == "kernel"] == [c.function for c in kernels]
+    assert [x[2] for x in lines if x[0] == "kernel"] == [c.name for c in kernels]
     launches = iter([x for x in lines if x[0] == "launch"])
     for arguments, recorded in zip(calls, made.recorded, strict=True):
         names = [p.name for p in plan.signature.parameters]
@@ -232,11 +232,11 @@ def test_a_call_launches_what_the_kernel_would(built, fake_driver, name):
         scratch = {}
         for call in recorded.calls:
             _, kernel, *numbers = next(launches)
-            assert kernels[int(kernel)].code == call.code
+            assert kernels[int(kernel)] == call.cubin
             grid, block, (shared, stream, no_extra) = numbers[:3], numbers[3:6], numbers[6:9]
             assert tuple(map(int, grid)) == call.grid
-            assert tuple(map(int, block)) == (call.threads, 1, 1)
-            assert (int(shared), int(stream), int(no_extra)) == (call.shared_bytes, STREAM, 1)
+            assert tuple(map(int, block)) == (32 * call.cubin.warps, 1, 1)
+            assert (int(shared), int(stream), int(no_extra)) == (call.cubin.shared_bytes, STREAM, 1)
             *given, last, profile = map(bytes.fromhex, numbers[9:])
             assert len(given) == len(call.arguments)
             for argument, content in zip(call.arguments, given, strict=True):
@@ -279,8 +279,8 @@ def test_files_keep_to_a_width_and_hold_no_paths(built, name):
 
 def test_no_machine_code_names_where_it_was_compiled(built):
     for made in built.values():
-        for call in codes_of(made.recorded):
-            assert str(ROOT).encode() not in call.code
+        for cubin in codes_of(made.recorded):
+            assert str(ROOT).encode() not in cubin.code
 
 
 def test_counters_come_first_and_are_as_many_for_all_sizes(built):
@@ -384,7 +384,7 @@ def by_hand(monkeypatch, tmp_path, recordings, fields=({"m": 256, "n": 512},)):
 
 
 def a_call(*arguments, code=b"\x7fELF", function="some_kernel", shared_bytes=0, grid=(1, 1, 1)):
-    return Call(function, code, grid, 128, shared_bytes, arguments)
+    return Call(Cubin(function, code, shared_bytes, 4), grid, arguments)
 
 
 def launched(fake_driver, made, sizes, **options):
