@@ -150,7 +150,6 @@ def _scales(
     scale: torch.Tensor,
     expected: torch.Tensor,
     most: torch.Tensor,
-    rtol: float,
     noise: torch.Tensor | None,
     over: torch.Tensor | None,
 ) -> tuple[Check, torch.Tensor]:
@@ -158,15 +157,15 @@ def _scales(
 
     Args:
         most: the largest value per block.
-        rtol, noise, over: as in `codes`.
+        noise, over: as in `codes`.
     """
     from jetfire.reference.quantize import TINY
 
-    bound = rtol * expected.double().nan_to_num(0.0)
+    bound = SCALE_RTOL * expected.double().nan_to_num(0.0)
     give = 127 * bound if noise is None else 127 * bound + noise
-    either = (most - TINY).abs() <= give + rtol * TINY  # the scale may be zero or not
-    bound = give / 127 + either.double() * (1 + rtol) * TINY / 127
-    edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + rtol * LARGEST
+    either = (most - TINY).abs() <= give + SCALE_RTOL * TINY  # the scale may be zero or not
+    bound = give / 127 + either.double() * (1 + SCALE_RTOL) * TINY / 127
+    edge = (most - LARGEST).abs() <= give.nan_to_num(0.0) + SCALE_RTOL * LARGEST
     over = edge if over is None else over | edge
     scale = torch.where(over, expected, scale)
     return bounded(f"{name}'s scale", scale, expected, bound), either | over
@@ -180,18 +179,17 @@ def codes(
     expected_scale: torch.Tensor,
     block: int,
     u: torch.Tensor | None = None,
-    slack: float = CODE_SLACK,
-    rtol: float = SCALE_RTOL,
     noise: torch.Tensor | None = None,
     over: torch.Tensor | None = None,
 ) -> Check:
     """Check that quantising the exact values allows the codes and scales.
 
-    With t = value/scale + (u, or ½ for nearest), every code must be in [floor(t − slack),
-    floor(t + slack)], and every scale within rtol of the reference's. A block whose largest value
-    is within rtol of 2^-100 may be zero or not; within rtol of fp32's largest number it may be NaN
-    or not. Where a kernel's own scale is 0 or NaN, its codes must be 0. Where terms cancel, the
-    reference's scale may be 0 while the noise allows the kernel's another: then codes may be any.
+    With t = value/scale + (u, or ½ for nearest), every code must be in
+    [floor(t − `CODE_SLACK`), floor(t + `CODE_SLACK`)], and every scale within `SCALE_RTOL` of the
+    reference's. A block whose largest value is as near to 2^-100 may be zero or not; as near to
+    fp32's largest number it may be NaN or not. Where a kernel's own scale is 0 or NaN, its
+    codes must be 0. Where terms cancel, the reference's scale may be 0 while the noise allows the
+    kernel's another: then codes may be any.
 
     Args:
         q, scale: the kernel's, m×n and ⌈m/block⌉×⌈n/block⌉.
@@ -206,7 +204,7 @@ def codes(
     m, n = q.shape
     difference = norm = 0.0
     most = block_amax(value.double(), block)
-    scaled, free = _scales(name, scale, expected_scale, most, rtol, noise, over)
+    scaled, free = _scales(name, scale, expected_scale, most, noise, over)
     if not scaled.ok:
         return scaled
     none = (scale == 0) | torch.isnan(scale)
@@ -220,11 +218,11 @@ def codes(
         wide = spread(expected_scale[by_row], *shape).double()
         t = (value[part].double() / wide).nan_to_num(0.0, 0.0, 0.0)
         add = 0.5 if u is None else u[part].double()
-        wide_slack: Any = slack
+        slack: Any = CODE_SLACK
         if noises is not None:  # the value's noise, and that of the scale by which it was divided
-            wide_slack = slack + spread(noises[by_row], *shape) * (1 + t.abs() / 127)
-        low = (t + add - wide_slack).floor().clamp(-127, 127)
-        high = (t + add + wide_slack).floor().clamp(-127, 127)
+            slack = CODE_SLACK + spread(noises[by_row], *shape) * (1 + t.abs() / 127)
+        low = (t + add - slack).floor().clamp(-127, 127)
+        high = (t + add + slack).floor().clamp(-127, 127)
         got, left_out = q[part].double(), spread(free[by_row], *shape)
         # Near a tie either code is right; an exact tie is rounded to even.
         wrong = ((got < low) | (got > high)) & ~left_out | (got < -127)
@@ -274,14 +272,7 @@ def _plain(name: str, out: torch.Tensor, expected: Tensors) -> Check:
     return bounded(name, out, expected[name], bound, expected.get(f"{name}_over"))
 
 
-def rounded(
-    name: str,
-    got: Tensors,
-    expected: Tensors,
-    block: int,
-    slack: float = CODE_SLACK,
-    rtol: float = SCALE_RTOL,
-) -> Check:
+def rounded(name: str, got: Tensors, expected: Tensors, block: int) -> Check:
     """Check the codes of a matrix, of its transpose, or of both, which must agree exactly."""
     q, scale, qt, scale_t = (got.get(own) for own in names_of(name).values())
     shown, checks = name, []
@@ -292,10 +283,7 @@ def rounded(
     elif qt is not None and scale_t is not None:
         checks += [exact(names_of(name)["qt"], qt, q.t())]
         checks += [exact(names_of(name)["scale_t"], scale_t, scale.t())]
-    known = (expected.get(f"{name}_{what}") for what in ("u", "noise", "over"))
-    u, noise, over = known
+    known = [expected.get(f"{name}_{what}") for what in ("u", "noise", "over")]
     expected_scale = expected[names_of(name)["scale"]]
-    of_codes = codes(
-        shown, q, scale, expected[name], expected_scale, block, u, slack, rtol, noise, over
-    )
+    of_codes = codes(shown, q, scale, expected[name], expected_scale, block, *known)
     return every([of_codes, *checks])

@@ -9,6 +9,7 @@ import torch
 from jetfire.core.op import Gradient
 from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, names_of
+from jetfire.reference.quantize import spread
 
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-22}  # more than one rounding's error
 FP32 = 1e-5  # the error of a short sum, relative to its largest term
@@ -22,13 +23,7 @@ def of(y: torch.Tensor, upstream: torch.Tensor, *leaves: torch.Tensor) -> list[t
 
 def values(q: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
     """Return codes times their scales, in float64."""
-    return q.double() * _spread(scale, block, q)
-
-
-def _spread(scale: torch.Tensor, block: int, like: torch.Tensor) -> torch.Tensor:
-    m, n = like.shape
-    wide = scale.double().repeat_interleave(block, 0)[:m]
-    return wide.repeat_interleave(block, 1)[:, :n]
+    return q.double() * spread(scale.double(), block, *q.shape)
 
 
 def quantised(
@@ -42,7 +37,7 @@ def quantised(
     for own, own_scale in ((q, scale), (qt, scale_t)):
         if own in outputs:
             codes, s = outputs[own], outputs[own_scale]
-            got, wide = values(codes, s, block), _spread(s, block, codes)
+            got, wide = values(codes, s, block), spread(s.double(), block, *codes.shape)
             if own == qt:
                 got, wide = got.t(), wide.t()
             found.append(Gradient(own, got, exact, wide * (step + 0.01) + noise + 2.0**-100))

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -290,13 +290,11 @@ class Results:
 
     def to_csv(self) -> str:
         """Return CSV with a line per row, and columns such as `problem.m` and `config.tile_m`."""
-        flat = [_flatten(row) for row in self.rows]
-        columns = list(dict.fromkeys(name for row in flat for name in row))
-        out = io.StringIO()
-        writer = csv.DictWriter(out, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(flat)
-        return out.getvalue()
+        rows = [row.as_dict() for row in self.rows]
+        fields = ("config", "vs_peer")  # of which a row without them has no columns
+        return as_csv(
+            [{k: v for k, v in row.items() if k not in fields or v is not None} for row in rows]
+        )
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -309,14 +307,26 @@ class Results:
         return cls(content.device or {}, content.rows)
 
 
-def _flatten(row: Row) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in row.as_dict().items():
-        if isinstance(value, dict) or name in ("problem", "config", "vs_peer"):
-            flat.update({f"{name}.{key}": entry for key, entry in (value or {}).items()})
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line per record, with columns such as ``problem.m`` for what lies in a field."""
+    if not records:
+        return ""
+    lines = [dict(_flat(record)) for record in records]
+    out = io.StringIO()
+    names = dict.fromkeys(name for line in lines for name in line)
+    writer = csv.DictWriter(out, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _flat(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
         else:
-            flat[name] = "; ".join(value) if isinstance(value, list) else value
-    return flat
+            listed = isinstance(value, list | tuple)
+            yield f"{before}{name}", "; ".join(map(str, value)) if listed else value
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:

@@ -304,10 +304,17 @@ class Runner:
             timed=runs.__setitem__,
         )
         for name in peers:
-            if self.device.kind == "cuda" and not timings[name].graph:
-                self.note(f"{case}: {name} could not be captured in a graph: launches are included")
-        proved = self._proved(case, legal, rows, sets, runs)
+            self._note_launches(case, name, timings[name])
+        proved = [
+            self._proved(case, choice, row, sets, runs[choice.label]) if row.ok else row
+            for choice, row in zip(legal, rows, strict=True)
+        ]
         return self._rows(case, legal, proved, timings, list(peers))
+
+    def _note_launches(self, case: Case, label: str, timing: Timing) -> None:
+        """Note what could not be captured in a graph on a GPU."""
+        if self.device.kind == "cuda" and not timing.graph:
+            self.note(f"{case}: {label} could not be captured in a graph: launches are included")
 
     def _rows(
         self,
@@ -320,19 +327,15 @@ class Runner:
         found = []
         for choice, row in zip(legal, rows, strict=True):
             if row.ok:
-                row = self._timed(case, row, timings[choice.label])
-                row = _split(row, choice.label, timings)
-                vs_peer = {name: timings[name].ms / timings[choice.label].ms for name in peers}
+                timing = timings[choice.label]
+                row = _split(timed(case, row, timing, self.peaks), choice.label, timings)
+                vs_peer = {name: timings[name].ms / timing.ms for name in peers}
                 row = replace(row, vs_peer=vs_peer)
-                if self.device.kind == "cuda" and not row.graph:
-                    self.note(
-                        f"{case}: {choice.label} could not be captured in a graph: "
-                        "launches are included"
-                    )
+                self._note_launches(case, choice.label, timing)
             found.append(row)
         for name in peers:
             peer = Row(case.op.name, name, "peer", case.problem.as_dict(), data=self.options.data)
-            found.append(replace(self._timed(case, peer, timings[name]), roofline=None))
+            found.append(timed(case, peer, timings[name], None))
         return found
 
     def _verified(self, case: Case, legal: Sequence[Choice], sets: Sets) -> list[Row]:
@@ -350,23 +353,12 @@ class Runner:
         return [self._checked(case, choice, partial(check, choice)) for choice in legal]
 
     def _proved(
-        self,
-        case: Case,
-        legal: Sequence[Choice],
-        rows: Sequence[Row],
-        sets: Sets,
-        runs: Mapping[str, Callable[[], object]],
-    ) -> list[Row]:
-        """Return rows with what is wrong with the calls that were timed; else as they are."""
-        found = []
-        for choice, row in zip(legal, rows, strict=True):
-            proved = row
-            if row.ok:
-                run = runs[choice.label]
-                prove = partial(sets.proved, choice.kernel, choice.config, run)
-                proved = self._checked(case, choice, prove, " after timing")
-            found.append(row if proved.ok else proved)
-        return found
+        self, case: Case, choice: Choice, row: Row, sets: Sets, run: Callable[[], object]
+    ) -> Row:
+        """Return a row with what is wrong with the calls that were timed; else as it is."""
+        prove = partial(sets.proved, choice.kernel, choice.config, run)
+        proved = self._checked(case, choice, prove, " after timing")
+        return row if proved.ok else proved
 
     def _checked(
         self, case: Case, choice: Choice, checked: Callable[[], Check], when: str = ""
@@ -440,9 +432,6 @@ class Runner:
     ) -> list[Mapping[str, peer_ops.Factory]]:
         """Return the op's peers for each set of inputs."""
         return [case.op.peers(case.problem, tensors) for tensors in inputs]
-
-    def _timed(self, case: Case, row: Row, timing: Timing) -> Row:
-        return timed(case, row, timing, self.peaks)
 
 
 def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None) -> Row:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jetfire.core import terminal
+from jetfire.measure.results import as_csv
 from jetfire.report.table import Table
 
 FORMATS = ("table", "json", "csv", "md")
@@ -46,28 +45,6 @@ def give(
 def _print(text: str) -> None:
     if text:
         terminal.show(text.rstrip("\n"))
-
-
-def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line per record, with columns such as ``problem.m`` for what lies in a field."""
-    if not records:
-        return ""
-    lines = [dict(_flat(record)) for record in records]
-    out = io.StringIO()
-    names = dict.fromkeys(name for line in lines for name in line)
-    writer = csv.DictWriter(out, list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()
-
-
-def _flat(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            listed = isinstance(value, list | tuple)
-            yield f"{before}{name}", "; ".join(map(str, value)) if listed else value
 
 
 def as_markdown(tables: Titled) -> str:
