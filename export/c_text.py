@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 WIDTH = 100
+_fill = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def capital(text: str) -> str:
@@ -22,24 +24,11 @@ def fields(values: Mapping[str, object]) -> str:
 
 def hang(start: str, items: Sequence[str], end: str) -> str:
     """A list between `start` and `end`, further lines hanging below the first item."""
-    lines = textwrap.wrap(
-        ", ".join(item.replace(" ", "\0") for item in items) + end,
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines).replace("\0", " ")
+    text = ", ".join(item.replace(" ", "\0") for item in items) + end
+    found = _fill(text, initial_indent=start, subsequent_indent=" " * len(start))
+    return found.replace("\0", " ")
 
 
 def comment(text: str) -> str:
     """Prose as a comment."""
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent="// ",
-        subsequent_indent="// ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _fill(text, initial_indent="// ", subsequent_indent="// ")

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from jetfire.core import files, registry
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.core.sanitizer import INSTRUMENTATION, Tool
-from jetfire.fuzz.example import Mode
+from jetfire.fuzz.example import GUARD, Mode
 
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 PROGRAM = "compute-sanitizer"
@@ -71,9 +71,8 @@ def mode(tool: Tool) -> Mode:
 
     To memcheck a guard zone is memory like any other; for initcheck nothing may be filled.
     """
-    guarded = tool in ("racecheck", "synccheck", "consan")
-    plain = Mode(host=True, initialised=tool != "initcheck")
-    return plain if guarded else Mode(host=True, guard=0, initialised=plain.initialised)
+    guard = GUARD if tool in ("racecheck", "synccheck", "consan") else 0
+    return Mode(host=True, guard=guard, initialised=tool != "initcheck")
 
 
 def instrument() -> None:

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
@@ -441,13 +442,7 @@ def pareto(digest: Digest) -> go.Figure | None:
     both = [a for a in digest.measured if a.joules]
     if not both:
         return None
-
-    def ms(attempt: Attempt) -> float:
-        return attempt.ms or 0.0
-
-    def joules(attempt: Attempt) -> float:
-        return attempt.joules or 0.0
-
+    ms, joules = attrgetter("ms"), attrgetter("joules")
     figure = blank(420)
     figure.add_traces(_by_fate(both, ms, joules))
     edge = front([a for a in both if a.fate == "ok"])

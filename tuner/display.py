@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Self
 
 from rich.console import RenderableType
@@ -40,7 +39,6 @@ class SearchDisplay:
         self.objective, self.total, self.index = objective, total, 0
         self._console = terminal.console(stderr=True)
         self._live: Live | None = None
-        self._shown = ExitStack()
         self.title, self.trials, self._end = "", 0, 0.0
         self._reset()
 
@@ -58,11 +56,12 @@ class SearchDisplay:
                 transient=True,
                 refresh_per_second=4,
             )
-            self._shown.enter_context(self._live)
+            self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._shown.close()
+        if self._live is not None:
+            self._live.stop()
 
     def begin(
         self, title: str, trials: int, seconds: float, known: list[tuple[Config, Measurement]]

@@ -46,6 +46,7 @@ class Space:
         self.reason = reason
         self._points = points
         self._legal: dict[Point, bool] = {}
+        self._counts = [len(values) for values in self.fields.values()]
 
     @classmethod
     def of(
@@ -75,11 +76,10 @@ class Space:
     @property
     def size(self) -> int:
         """Combinations, legal or not."""
-        return math.prod(len(values) for values in self.fields.values())
+        return math.prod(self._counts)
 
     def config(self, point: Point) -> Config:
-        chosen = {n: v[i] for (n, v), i in zip(self.fields.items(), point, strict=True)}
-        return dataclasses.replace(self.base, **chosen)
+        return dataclasses.replace(self.base, **self.parameters(point))
 
     def parameters(self, point: Point) -> dict[str, Any]:
         """The searched fields alone."""
@@ -94,9 +94,8 @@ class Space:
 
     def has(self, point: Point) -> bool:
         """Return whether it is a rank of each field."""
-        sizes = [len(values) for values in self.fields.values()]
-        return len(point) == len(sizes) and all(
-            0 <= rank < size for rank, size in zip(point, sizes, strict=True)
+        return len(point) == len(self._counts) and all(
+            0 <= rank < count for rank, count in zip(point, self._counts, strict=True)
         )
 
     def legal(self, point: Point) -> bool:
@@ -108,13 +107,13 @@ class Space:
         """Every legal point, in order."""
         if self._points is not None:
             return iter(self._points)
-        ranges = (range(len(values)) for values in self.fields.values())
-        return (point for point in itertools.product(*ranges) if self.legal(point))
+        every = itertools.product(*map(range, self._counts))
+        return (point for point in every if self.legal(point))
 
     def neighbours(self, point: Point) -> Iterator[Point]:
         """The legal points that differ in one field."""
-        for axis, values in enumerate(self.fields.values()):
-            for i in range(len(values)):
+        for axis, count in enumerate(self._counts):
+            for i in range(count):
                 other = (*point[:axis], i, *point[axis + 1 :])
                 if i != point[axis] and self.legal(other):
                     yield other
@@ -131,10 +130,9 @@ class Space:
             return list(self.points())
         # One pool for all seeds: what a search finds depends on the seed only by its choices.
         rng = np.random.default_rng(0)
-        counts = [len(values) for values in self.fields.values()]
         found: dict[Point, None] = {}
         for _ in range(20):  # where fewer than one in 200 is legal, the pool is smaller
-            drawn = rng.integers(counts, size=(WHOLE, len(counts)))
+            drawn = rng.integers(self._counts, size=(WHOLE, len(self._counts)))
             for point in map(tuple, drawn.tolist()):
                 if self.legal(point):
                     found[point] = None
@@ -144,5 +142,5 @@ class Space:
 
     def unit(self, points: Iterable[Point]) -> np.ndarray:
         """Points in the unit cube: ranks over the highest; n×fields, float64."""
-        highest = np.array([max(len(v) - 1, 1) for v in self.fields.values()], dtype=np.float64)
+        highest = np.array([max(count - 1, 1) for count in self._counts], dtype=np.float64)
         return np.array(list(points), dtype=np.float64).reshape(-1, len(highest)) / highest

@@ -466,7 +466,7 @@ class Study:
     def _end(self, number: int, measurement: Measurement) -> None:
         values = measurement.values(self.objective)
         if values is None:
-            self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+            self._give_up(number)
         else:
             self.optuna.tell(number, values, skip_if_finished=True)
 

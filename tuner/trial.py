@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,10 +81,7 @@ def digits(value: float) -> float:
 
 def score(values: Sequence[float]) -> float:
     """One number to rank by: the value, or of several their product (energy × delay)."""
-    product = 1.0
-    for value in values:
-        product *= value
-    return product
+    return math.prod(values, start=1.0)
 
 
 @dataclass(frozen=True)
