@@ -125,7 +125,7 @@ def bench(asked: BenchOptions) -> None:
     count = profiling.counter(asked, device)
     load = Load(device)  # before the peaks: a GPU's use is read beforehand
     made = prepare(device, work[0][1], asked.remeasure_peaks)
-    record = device_record(device, dict(made.peaks), made.driver)
+    record = device_record(device, made.peaks)
     again = replay(asked, work[0][0])
     output = Output(asked, record, existing, kind, again, load)
     output.collect(work, lambda item: made.measure(*item), lambda item: item[0], count)
@@ -248,9 +248,10 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
     terminal.planned(lines)
 
 
-def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) -> dict[str, Any]:
+def device_record(device: Device, peaks: Mapping[str, Any]) -> dict[str, Any]:
     """The `device` of a results file: what was measured on, with what, of which commit and when."""
     from jetfire.measure import provenance, timer
+    from jetfire.measure.nvml import driver_of
 
     now = datetime.datetime.now(datetime.UTC)
     return {
@@ -259,7 +260,7 @@ def device_record(device: Device, peaks: Mapping[str, Any], driver: str | None) 
         "capability": list(device.capability) if device.capability else None,
         "sms": device.sms,
         "l2_bytes": device.l2_bytes,
-        "driver": driver,
+        "driver": driver_of(device),
         **provenance.software(),
         "python": platform.python_version(),
         "jetfire": __version__,
@@ -283,13 +284,10 @@ def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner
     """A runner with the device's peaks."""
     from jetfire.bench.promotion import PromotionRunner
     from jetfire.measure import peaks
-    from jetfire.measure.nvml import Nvml
     from jetfire.measure.runner import Runner
 
     made = PromotionRunner if options.schedules else Runner
-    nvml = Nvml.open(device.torch_device)
-    driver = nvml.driver() if nvml else None
-    return made(device, peaks.cached(device, driver, remeasure), options, note, driver)
+    return made(device, peaks.cached(device, remeasure), options, note)
 
 
 @dataclass

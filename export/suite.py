@@ -142,14 +142,11 @@ def suite(asked: command.BenchOptions) -> None:
             f"{device.label}; jetfire-export writes and builds them"
         )
     from jetfire.measure.load import Load
-    from jetfire.measure.nvml import Nvml
     from jetfire.measure.peaks import cached
 
     load = Load(device)
-    nvml = Nvml.open(device.torch_device)
-    driver = nvml.driver() if nvml else None
-    peaks = cached(device, driver, asked.remeasure_peaks)
-    record = command.device_record(device, dict(peaks), driver)
+    peaks = cached(device, asked.remeasure_peaks)
+    record = command.device_record(device, peaks)
     note(f"building {plural(len(wanted), 'export')}")
     with prepared(wanted) as found:
         for done, _ in found.values():

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from jetfire.core.device import Device
+
 # Reasons of a low clock (nvml.h, nvmlClocksThrottleReason*). Idle, a clock set by the user and a
 # display's settings are left out: they are no fault of the run.
 _REASONS = {
@@ -76,3 +78,9 @@ class Nvml:
         except self._nvml.NVMLError:
             return None
         return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def driver_of(device: Device) -> str | None:
+    """Return a GPU's driver; None for a CPU, and where NVML cannot be reached."""
+    nvml = Nvml.open(device.torch_device)
+    return nvml.driver() if nvml else None

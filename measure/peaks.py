@@ -18,6 +18,7 @@ from jetfire.core.errors import JetfireWarning
 from jetfire.core.files import MIB, Missing, Unreadable, Unwritable, write
 from jetfire.core.schema import Line, most
 from jetfire.measure import load, peers, timer
+from jetfire.measure.nvml import driver_of
 from jetfire.measure.results import Peaks
 
 # 1 kept peaks measured on a busy machine, and with threads that spin; 2 knew of torch._int_mm alone
@@ -120,14 +121,14 @@ def measure(device: Device) -> Peaks:
 _CACHE: Any = Annotated[dict[Line, Peaks], most(1000)]
 
 
-def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks:
+def cached(device: Device, remeasure: bool = False) -> Peaks:
     """Return a device's peaks, measured once per version of all that they depend on.
 
     Peaks that were measured while others used the device say so, and are measured anew once the
     device seems quiet.
     """
     file = files.cache() / "peaks.json"
-    key, found = _key(device, driver), None
+    key, found = _key(device), None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock"), timeout=LOCK_S):
@@ -142,9 +143,10 @@ def cached(device: Device, driver: str | None, remeasure: bool = False) -> Peaks
     return found or _watched(device)
 
 
-def _key(device: Device, driver: str | None) -> str:
+def _key(device: Device) -> str:
     """Return a key of all that peaks depend on; on a CPU, also its threads and how they wait."""
-    parts = [device.label, driver, torch.__version__, f"timer {timer.VERSION}", f"peaks {VERSION}"]
+    versions = [torch.__version__, f"timer {timer.VERSION}", f"peaks {VERSION}"]
+    parts = [device.label, driver_of(device), *versions]
     if device.kind == "cpu":
         policies = [os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
         parts += [f"{torch.get_num_threads()} threads", *policies]

@@ -10,6 +10,7 @@ from jetfire import __version__
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.profiles import Provenance
+from jetfire.measure.nvml import driver_of
 from jetfire.measure.timer import VERSION
 
 
@@ -27,12 +28,12 @@ def software() -> Mapping[str, str | None]:
     return {"cuda": torch.version.cuda, "torch": str(torch.__version__), "triton": triton}
 
 
-def of(kernel: Kernel, device: Device, driver: str | None) -> Provenance:
+def of(kernel: Kernel, device: Device) -> Provenance:
     """Return the provenance of a config that is tuned now, on this device."""
     return {
         "gpu": device.name,
         "capability": device.capability,
-        "driver": driver,
+        "driver": driver_of(device),
         **software(),  # type: ignore[typeddict-item]
         "source": kernel.source_hash(),
         "timer": VERSION,

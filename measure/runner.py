@@ -221,18 +221,12 @@ class Runner:
     """A runner that measures problems on one device."""
 
     def __init__(
-        self,
-        device: Device,
-        peaks: Mapping[str, Any],
-        options: Options,
-        note: Note,
-        driver: str | None = None,
+        self, device: Device, peaks: Mapping[str, Any], options: Options, note: Note
     ) -> None:
         self.device = device
         self.peaks = peaks
         self.options = options
         self.note = note
-        self.driver = driver
         self._noted: set[str] = set()
         self._compiles = 0
         self.monitor = Nvml.open(device.torch_device)

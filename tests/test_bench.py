@@ -164,7 +164,7 @@ def test_a_wrong_kernel_exits_3(with_kernels, monkeypatch, capsys):
 def test_what_is_asked_for_reaches_the_measuring(monkeypatch):
     again, found = [], []
 
-    def cached(device, driver, remeasure):
+    def cached(device, remeasure):
         again.append(remeasure)
         return PEAKS
 

@@ -37,7 +37,7 @@ def test_one_variable_moves_all_of_ours(tmp_path, monkeypatch):
     assert prepared.cache() == tmp_path / "ours" / "data"
     assert compiler.cache_folder() == tmp_path / "ours" / "cubin"
     monkeypatch.setattr(peaks, "_watched", lambda _: {"copy_gbps": 1.0})
-    peaks.cached(peaks.Device("cpu"), None)
+    peaks.cached(peaks.Device("cpu"))
     assert (tmp_path / "ours" / "peaks.json").exists()
 
 

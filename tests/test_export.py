@@ -393,7 +393,7 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
     times, entries = {"wgmma": (1.0, second), "triton": (2.0, 0.5)}, []
     for name in times:
         kernel = registry.get_kernel("gemm", name)
-        origin = provenance.of(kernel, device, None)
+        origin = provenance.of(kernel, device)
         for problem, ms in zip(problems, times[name], strict=True):
             config = kernel.default(problem, device).as_dict()
             entries.append(

@@ -167,7 +167,7 @@ def tuned_on_an_h200(name, kernel_name=None, m=48, **fields):
         vs_peer={},
         trials=1,
         strategy="tpe",
-        provenance=provenance.of(kernel, device, None),
+        provenance=provenance.of(kernel, device),
     )
     profiles.save(profiles.user_folder(), device, op.name, [entry])
 

@@ -1462,7 +1462,7 @@ def test_missing_skips_what_is_tuned(interpreted, tmp_path):
     """Half of the problems have a profile."""
     kernel = registry.get_kernel("transpose", "triton")
     cpu = Device.parse("cpu")
-    origin = provenance.of(kernel, cpu, None)
+    origin = provenance.of(kernel, cpu)
     tuned = profiles.Entry(
         "triton",
         PROBLEM.as_dict(),

@@ -118,7 +118,7 @@ def test_the_command_keeps_a_digest(interpreted, tmp_path):
 
 
 def test_a_profile_from_before_has_no_digest(tmp_path):
-    origin = provenance.of(Rounding(), CPU, None)
+    origin = provenance.of(Rounding(), CPU)
     config = RoundingConfig().as_dict()
     times = (1.0, 1.0, 1.0, 9, 1.0, None, "time", {}, 3, "tpe")
     made = profiles.Entry("rounding", PROBLEM.as_dict(), config, *times, origin, "0" * 64)

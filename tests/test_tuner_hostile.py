@@ -398,7 +398,7 @@ def test_a_database_of_a_stranger(capsys, tmp_path):
 
 
 def origin():
-    return provenance.of(faulty.KERNEL, Device.parse("cpu"), None)
+    return provenance.of(faulty.KERNEL, Device.parse("cpu"))
 
 
 def entry(m=32, **more):

@@ -82,12 +82,11 @@ class Session:
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
         nvml = Nvml.open(self.device.torch_device)
-        self.driver = nvml.driver() if nvml else None
         if objective != "time" and (nvml is None or nvml.joules() is None):
             raise UsageError(
                 f"--objective {asked.objective}: {self.device.label} has no energy counter to read"
             )
-        self.peaks = peaks.cached(self.device, self.driver)
+        self.peaks = peaks.cached(self.device)
 
     def run(self, work: Sequence[SearchTarget]) -> None:
         """Tune each target in turn while there is time; what fails is named."""
@@ -190,7 +189,7 @@ class Session:
             "op": target.case.op.name,
             "kernel": target.kernel.name,
             "problem": problem.as_dict(),
-            "device": bench_command.device_record(self.device, dict(self.peaks), self.driver),
+            "device": bench_command.device_record(self.device, self.peaks),
             "default": space.base.as_dict(),
             "objective": self.objective,
             "strategy": name,
@@ -422,7 +421,7 @@ class Session:
             vs_peer={name: digits(ratio) for name, ratio in final.vs_peer.items()},
             trials=len(study.finished()),
             strategy=str(study.optuna.user_attrs["strategy"]),
-            provenance=provenance.of(target.kernel, self.device, self.driver),
+            provenance=provenance.of(target.kernel, self.device),
             digest=final.digest,
         )
         profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])

@@ -537,11 +537,10 @@ def run(
     )
     known = existing is not None and existing.device.get("name") == device.name
     peaks = existing.device.get("peaks") if existing is not None and known else None
-    driver = made.monitor.driver() if made.monitor else None
     if not peaks or "busy" in peaks:
         from jetfire.measure.peaks import cached
 
-        peaks = cached(device, driver, asked.remeasure_peaks)
-    record = command.device_record(device, peaks, driver)
+        peaks = cached(device, asked.remeasure_peaks)
+    record = command.device_record(device, peaks)
     output = command.Output(asked, record, existing, kind, again, load)
     output.collect(cases, made.measure)

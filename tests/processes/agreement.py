@@ -29,7 +29,7 @@ TIMES = (1.0, 1.0, 1.0, 9, 1.0, None, "time", {}, 3, "tpe")
 def tune(rows: int, digest: str) -> None:
     """Give this process a profile of so many rows per call and such a digest."""
     op = registry.get("row_logsumexp")
-    origin = provenance.of(registry.get_kernel(op.name, "torch"), CPU, None)
+    origin = provenance.of(registry.get_kernel(op.name, "torch"), CPU)
     problem = op.Problem(64, 8).as_dict()
     entry = profiles.Entry("torch", problem, {"rows": rows}, *TIMES, origin, digest or None)
     profiles.save(profiles.user_folder(), CPU, op.name, [entry])

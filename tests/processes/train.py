@@ -103,7 +103,7 @@ def differ(op: str) -> None:
     for call in calls.planned():
         if call.op.name == op:
             problem, config = call.problem.as_dict(), call.config.as_dict()
-            origin = provenance.of(call.kernel, call.device, None)
+            origin = provenance.of(call.kernel, call.device)
             entry = profiles.Entry(call.kernel.name, problem, config, *times, origin, digest)
             profiles.save(profiles.user_folder(), call.device, op, [entry])
 

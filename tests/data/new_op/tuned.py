@@ -24,6 +24,6 @@ for mode in op.modes:
         vs_peer={},
         trials=1,
         strategy="tpe",
-        provenance=provenance.of(kernel, device, None),
+        provenance=provenance.of(kernel, device),
     )
     profiles.save(profiles.user_folder(), device, op.name, [entry])
