@@ -99,7 +99,7 @@ def export(plan: ExportPlan, target_name: str, folder: Path, *, check: bool = Tr
         if check:
             rows = _check(plan, target_name, built)
             with core_files.writing(folder):
-                _take(target, plan, built, whole)
+                _take(target, built, whole)
         with core_files.writing(folder):
             for file in (*whole.rglob("*"), whole):
                 core_files.sync(file)
@@ -118,9 +118,9 @@ def _check(plan: ExportPlan, target_name: str, built: Path) -> list[Row]:
     return measure.measure(plan, target_name, built)
 
 
-def _take(target: ExportTarget, plan: ExportPlan, built: Path, whole: Path) -> None:
+def _take(target: ExportTarget, built: Path, whole: Path) -> None:
     """Take what was built and belongs to the export."""
-    for product in target.products(plan, built):
+    for product in target.products(built):
         destination = whole / product
         destination.parent.mkdir(parents=True, exist_ok=True)
         if (built / product).is_dir():

@@ -43,7 +43,7 @@ class ExportTarget(ABC):
             WrongResultError: it does not build; the compiler's last lines are in the message.
         """
 
-    def products(self, plan: ExportPlan, folder: Path) -> Sequence[Path]:
+    def products(self, folder: Path) -> Sequence[Path]:
         """What `build` made that belongs to the export, relative to the folder; by default nothing,
         as whoever gets the sources builds them."""
         return ()

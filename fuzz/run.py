@@ -166,7 +166,7 @@ def _run(s: _Setting) -> Outcome:
     noise = s.kernel.noise(s.problem, s.config, s.made)  # that its own rounding may add
     again = outputs if s.mode.host else _launch(s, s.kernel, s.config, SECOND_POISON)
     pairs = {k: (a, _written(s, again)[k]) for k, a in _written(s, outputs).items()}
-    _check_written(s, outputs, pairs)
+    _check_written(s, pairs)
     check = s.op.check(s.problem, outputs, expected, noise)
     if not check.ok:
         raise _Found("wrong", check.message)
@@ -248,9 +248,7 @@ def _written(s: _Setting, outputs: Tensors) -> Tensors:
     return s.op.written(s.problem, s.made, outputs)
 
 
-def _check_written(
-    s: _Setting, outputs: Tensors, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def _check_written(s: _Setting, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Check that no element still holds what it was filled with before each launch.
 
     A poison alone may be what a kernel computes, NaN say.

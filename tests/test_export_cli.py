@@ -40,7 +40,7 @@ class Fake(ExportTarget):
         self.built.append(sorted(path.name for path in folder.iterdir()))
         self._build(folder)
 
-    def products(self, plan, folder):
+    def products(self, folder):
         return self._products
 
     def selftest(self, plan, folder):

@@ -353,7 +353,7 @@ def test_a_wheel_is_built_and_imported_away_from_its_sources(shipped, tmp_path):
     library = hand_made(plan, workspace=True)
     write(tmp_path, target.files(plan, library, samples.record(plan)))
     target.build(plan, tmp_path)
-    (product,) = target.products(plan, tmp_path)
+    (product,) = target.products(tmp_path)
     system = f"linux_{platform.machine()}"
     assert str(product) == f"dist/adamw_wheel-{version(library)}-py3-none-{system}.whl"
     names = set(zipfile.ZipFile(tmp_path / product).namelist())
@@ -387,7 +387,7 @@ def test_a_hugging_face_variant_is_built_and_loads(shipped, tmp_path):
     library = hand_made(plan, cuda=True, workspace=True)
     write(tmp_path, target.files(plan, library, samples.record(plan)))
     target.build(plan, tmp_path)
-    (product,) = target.products(plan, tmp_path)
+    (product,) = target.products(tmp_path)
     assert re.fullmatch(
         rf"build/torch-stable-abi211-cu\d+-{platform.machine()}-linux", str(product)
     )

@@ -190,7 +190,7 @@ class Wheel(OperatorTarget):
         run([*pip, "install", "--no-deps", "--no-index", "--target", ".", str(wheel)], away)
         run([sys.executable, "-c", f"from {plan.name} import {plan.name}"], away)
 
-    def products(self, plan: ExportPlan, folder: Path) -> Sequence[Path]:
+    def products(self, folder: Path) -> Sequence[Path]:
         return [wheel.relative_to(folder) for wheel in (folder / "dist").glob("*.whl")]
 
     def selftest(self, plan: ExportPlan, folder: Path) -> None:
@@ -263,7 +263,7 @@ class HuggingFace(OperatorTarget):
         run([*_CLEAN, "build_variant.py"], folder, environment())
         run([*_CLEAN, "-c", "import selftest"], folder)
 
-    def products(self, plan: ExportPlan, folder: Path) -> Sequence[Path]:
+    def products(self, folder: Path) -> Sequence[Path]:
         return [path.parent.relative_to(folder) for path in folder.glob("build/*/metadata.json")]
 
     def selftest(self, plan: ExportPlan, folder: Path) -> None:
