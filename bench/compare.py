@@ -270,8 +270,7 @@ def compare(
 
 def _print(found: Match, title: str, a: Path, b: Path) -> None:
     console = terminal.console(width=160)
-    for op in dict.fromkeys(pair.after.op for pair in found.pairs):
-        part = [pair for pair in found.pairs if pair.after.op == op]
+    for part in grouped(found.pairs, lambda pair: pair.after.op).values():
         console.print(show.heading(title, [pair.after for pair in part]), soft_wrap=True)
         console.print(table(part))
     for file, other, rows in ((a, b, found.gone), (b, a, found.new)):

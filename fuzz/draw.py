@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from jetfire.core import registry
 from jetfire.core.device import Device
@@ -23,7 +23,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.functions import called
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Op
-from jetfire.core.problem import is_size
+from jetfire.core.problem import hints_of, is_size
 from jetfire.core.workloads import RAGGED
 from jetfire.fuzz.example import TALL, UNCOUNTED, Example, Other
 from jetfire.measure.data import DISTRIBUTIONS
@@ -102,15 +102,13 @@ class FuzzTarget:
     """What examples are drawn for.
 
     Attributes:
-        largest, tall: a FuzzExtent's.
         against: the kernel that its outputs are compared with.
     """
 
     op: Op
     kernel: Kernel
     device: Device
-    largest: int = 400
-    tall: bool = True
+    extent: FuzzExtent = FuzzExtent()
     against: Kernel | None = None
 
     @property
@@ -136,11 +134,6 @@ class Variant:
     other: Other | None = None
 
 
-@cache
-def _fields(op: Op) -> dict[str, Any]:
-    return get_type_hints(op.Problem)
-
-
 def _flag(name: str, annotation: Any, rng: random.Random) -> Any:
     if isinstance(annotation, UnionType):  # `int | None`: whether there is one
         return rng.choice((None, 1))
@@ -161,7 +154,7 @@ def problem_of(op: Op, flags: Mapping[str, Any], sizes: Mapping[str, int]) -> An
 
 
 def sizes_of(op: Op) -> list[str]:
-    return [name for name, hint in _fields(op).items() if is_size(hint)]
+    return [name for name, hint in hints_of(op.Problem).items() if is_size(hint)]
 
 
 def usual(op: Op, kernel: Kernel, device: Device) -> FuzzExtent | None:
@@ -201,7 +194,7 @@ class Draws:
 
     def typical(self) -> tuple[dict[str, Any], Any] | None:
         """Flags, and a problem of them that the kernel takes, of a size that any should."""
-        fields = _fields(self._op)
+        fields = hints_of(self._op.Problem)
         for _ in range(TRIES):
             drawn = {k: _flag(k, hint, self._rng) for k, hint in fields.items() if hint is not int}
             flags = {k: v for k, v in drawn.items() if not (is_size(fields[k]) and v is not None)}
@@ -346,7 +339,7 @@ class Batch(Draws):
         if not self._pool:
             return
         empty = [self._empty] if self._target.against is None else []
-        firsts = empty + ([self._tall] if self._target.tall else [])
+        firsts = empty + ([self._tall] if self._target.extent.tall else [])
         drawn = 0
         for draw in firsts[: count - 1]:
             if (case := draw()) is not None:
@@ -381,7 +374,7 @@ class Batch(Draws):
         return Variant(flags, other=self._other(problem))
 
     def _any(self) -> Example | None:
-        largest = self._target.largest
+        largest = self._target.extent.largest
         for _ in range(TRIES):
             variant, shape = self._variant(), self._rng.choice(SHAPES)
             case = self._case(variant, self._sizes(shape, largest))

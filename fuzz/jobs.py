@@ -93,13 +93,11 @@ class FuzzPlan:
     def run(self, unit: Unit, device: Device, executor: Isolated) -> Iterator[PairReport]:
         """Run a unit, and yield what came of it in parts."""
         name, kernel = unit.pair
-        extent = self.extents[unit.pair]
         target = FuzzTarget(
             registry.get(name),
             registry.get_kernel(name, kernel),
             device,
-            extent.largest,
-            extent.tall,
+            self.extents[unit.pair],
             None if self.against is None else registry.get_kernel(name, self.against),
         )
         if unit.number == ALONE:

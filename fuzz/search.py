@@ -275,7 +275,7 @@ def fuzz_kernel(
     if extent is None:
         return report
     extent = extent.given(examples, largest)
-    target = FuzzTarget(op, kernel, device, extent.largest, extent.tall, against)
+    target = FuzzTarget(op, kernel, device, extent, against)
     executor = executor or InProcess(device)
     for number, wanted in extent.batches():
         if report.ended or time.monotonic() >= deadline:

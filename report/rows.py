@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from jetfire.core.profiles import Entry
 from jetfire.measure.results import Row
 
 T = TypeVar("T")
@@ -35,8 +36,8 @@ def grouped(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     return found
 
 
-def varying(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
-    """Return the problem fields that all rows share, and the names of those that differ.
+def varying(rows: Sequence[Row | Entry]) -> tuple[dict[str, Any], list[str]]:
+    """Return the problem fields that rows, or profiles, share, and the names of those that differ.
 
     Sizes are in neither.
     """

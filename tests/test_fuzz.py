@@ -231,7 +231,7 @@ def test_what_is_drawn_for_a_gpu(op, kernel):
     assert again.cases == seen.cases
 
     huge = Recorder()
-    run_huge(FuzzTarget(op, kernel, H200, 512), 0, huge)
+    run_huge(FuzzTarget(op, kernel, H200, FuzzExtent(largest=512)), 0, huge)
     assert all(is_huge(case) for case in huge.cases)
     assert len(huge.cases) == (0 if op.name == "sample_rows" else 1)
 
@@ -383,9 +383,8 @@ def test_the_parts_of_a_batch_add_up_to_it(monkeypatch):
         monkeypatch.setattr("jetfire.fuzz.search.PART_S", seconds)
         return list(run_batch(target, 0, 50, 3, Recorder(outcome)))
 
-    target = FuzzTarget(
-        registry.get("quantize"), registry.get_kernel("quantize", "triton"), H200, 512
-    )
+    kernel = registry.get_kernel("quantize", "triton")
+    target = FuzzTarget(registry.get("quantize"), kernel, H200, FuzzExtent(largest=512))
     (whole,) = parts(math.inf)
     each = parts(0.0)
     assert [part.examples for part in each] == [1] * whole.examples

@@ -79,14 +79,10 @@ def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> S
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, as batch systems send it, ends the command as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

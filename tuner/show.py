@@ -16,6 +16,7 @@ from jetfire.core.terminal import note
 from jetfire.measure.plan import Request, choose_ops
 from jetfire.measure.results import problem_text, shape_text
 from jetfire.report import output
+from jetfire.report.rows import varying
 from jetfire.report.show import first_ratio
 from jetfire.report.table import Table
 from jetfire.report.text import time_text, times
@@ -132,7 +133,7 @@ def show(
 def _print(shown: Sequence[Profile]) -> None:
     console = terminal.console(width=240)
     for profile in shown:
-        shared = _shared([entry.problem for entry in profile.entries])
+        shared, _ = varying(profile.entries)
         where = f" on {profile.device}, {profile.source}: {profile.file}"
         text = f"{where}\n{problem_text(shared)}".rstrip()
         console.print(terminal.styled(profile.op, "bold"), text, soft_wrap=True, sep="")
@@ -154,16 +155,6 @@ def _record(profile: Profile, entry: Entry) -> dict[str, Any]:
         "state": profiles.state(profile.op, entry) or "current",
         "gain": entry.gain,
         **dataclasses.asdict(entry),
-    }
-
-
-def _shared(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fields, sizes apart, that all the problems have alike."""
-    first = problems[0]
-    return {
-        name: first[name]
-        for name in first
-        if name not in ("m", "n", "k") and all(p.get(name) == first[name] for p in problems)
     }
 
 
