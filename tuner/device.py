@@ -16,7 +16,7 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.processes import Patience, Worker
 from jetfire.tuner import worker as workers
-from jetfire.tuner.trial import ROUNDS, Comparison, Measurement, Outcome, RunnerError
+from jetfire.tuner.trial import Comparison, Measurement, Outcome, RunnerError
 from jetfire.tuner.worker import BEGUN, START, Job, NotSetUp
 
 COMPILERS = 16
@@ -168,11 +168,7 @@ class DeviceRunner:
             task.dropped = True
 
     def compare(
-        self,
-        configs: Sequence[Config],
-        budget_s: float,
-        rounds: int = ROUNDS,
-        peers: bool = True,
+        self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
     ) -> Comparison:
         self.cancel()
         seat = self._measuring[0]

@@ -28,7 +28,7 @@ from jetfire.tuner.search import Final, Limits, decide, search
 from jetfire.tuner.space import WHOLE, Space
 from jetfire.tuner.strategies import strategy_of
 from jetfire.tuner.study import Identity, Study
-from jetfire.tuner.trial import OUTCOMES, ROUNDS, Comparison, Measurement, Outcome
+from jetfire.tuner.trial import OUTCOMES, Comparison, Measurement, Outcome
 
 SCHEMA = 1
 T4 = ".t4.json"
@@ -298,11 +298,7 @@ class ReplayRunner:
         self._spent = 0.0
 
     def compare(
-        self,
-        configs: Sequence[Config],
-        budget_s: float,
-        rounds: int = ROUNDS,
-        peers: bool = True,
+        self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
     ) -> Comparison:
         timings, failed = {}, {}
         for config in configs:

@@ -23,10 +23,11 @@ from jetfire.report.text import mean
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
-from jetfire.tuner.trial import ROUNDS, Comparison, Measurement, Objective, RunnerError, TrialRunner
+from jetfire.tuner.trial import Comparison, Measurement, Objective, RunnerError, TrialRunner
 
 # A search of which nothing is known yet may take longer than it has, so that something is.
 GRACE_S = 4.0
+ROUNDS = 15  # of a comparison
 LEAST_AHEAD = 4
 Progress = Callable[[Config, Measurement], None]
 

@@ -61,7 +61,7 @@ class Strategy(BaseSampler):
         seen = observations(study, self.space, but=trial.number)
         try:
             point = next((p for p in self.first if p not in seen), None)
-            return self.space.parameters(point or self.pick(seen, study, trial))
+            return self.space.parameters(point or self.pick(seen, study))
         except BaseException:  # Optuna has begun the trial already
             study.tell(trial.number, state=TrialState.FAIL)
             raise
@@ -75,7 +75,7 @@ class Strategy(BaseSampler):
     ) -> Any:
         raise AssertionError(f"{param_name} is no field of the space")
 
-    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+    def pick(self, seen: Mapping[Point, Seen], study: Study) -> Point:
         """A legal point that is not in `seen`.
 
         Raises:
@@ -134,7 +134,7 @@ class Random(Strategy):
 
     name = "random"
 
-    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+    def pick(self, seen: Mapping[Point, Seen], study: Study) -> Point:
         return self.any_of(self.unseen(seen))
 
 
@@ -143,7 +143,7 @@ class Exhaustive(Strategy):
 
     name = "exhaustive"
 
-    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+    def pick(self, seen: Mapping[Point, Seen], study: Study) -> Point:
         points = iter(self.space.pool) if self.space.whole else self.space.points()
         for point in points:
             if point not in seen:
@@ -173,7 +173,7 @@ class Tpe(Strategy):
         self._ranked: Study | None = None
         self._told: list[tuple[Point, list[float]]] = []  # what it has
 
-    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+    def pick(self, seen: Mapping[Point, Seen], study: Study) -> Point:
         known = {point: values for point, values in seen.items() if values is not None}
         if len(known) < RANDOM_FIRST:
             return self.any_of(self.unseen(seen))
@@ -242,7 +242,7 @@ class GaussianProcess(Strategy):
         self._weights = np.ones(sum(self._varied))
         self._fitted = 0
 
-    def pick(self, seen: Mapping[Point, Seen], study: Study, trial: FrozenTrial) -> Point:
+    def pick(self, seen: Mapping[Point, Seen], study: Study) -> Point:
         left = self.unseen(seen)
         known = {point: values for point, values in seen.items() if values is not None}
         if len(known) < RANDOM_FIRST:

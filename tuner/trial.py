@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Outcome = Literal["ok", "slow", "illegal", "compile", "timeout", "crash", "wrong"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 Objective = Literal["time", "energy", "both"]
-ROUNDS = 15  # of a comparison
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
@@ -116,11 +115,7 @@ class TrialRunner(Protocol):
         """Give up all that is under way."""
 
     def compare(
-        self,
-        configs: Sequence[Config],
-        budget_s: float,
-        rounds: int = ROUNDS,
-        peers: bool = True,
+        self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
     ) -> Comparison:
         """Measure again, all in turn, with the peers or without: the final word.
 
