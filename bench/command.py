@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jetfire import __version__
-from jetfire.core import checkout, loaded, registry, terminal
+from jetfire.core import checkout, loaded, registry, terminal, workloads
 from jetfire.core import device as devices
 from jetfire.core.errors import (
     Interrupted,
@@ -25,6 +25,7 @@ from jetfire.core.errors import (
 )
 from jetfire.core.files import Unreadable, check_output, check_writable, locked, write, writing
 from jetfire.core.terminal import note
+from jetfire.measure import peers as peer_ops
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 from jetfire.measure.results import Results, Row
@@ -159,8 +160,6 @@ def request_of(asked: BenchOptions) -> Request:
     given = {"m": asked.m, "n": asked.n, "k": asked.k}
     sizes = {d: plan.parse_sizes(f"--{d}", ",".join(texts)) for d, texts in given.items() if texts}
     if asked.workload is not None:
-        from jetfire.core import workloads
-
         if asked.workload not in workloads.names():
             raise unknown(f"no workload {asked.workload!r}", asked.workload, workloads.names())
         if sizes:
@@ -480,8 +479,6 @@ def replay(asked: BenchOptions, first: Case) -> str:
 
 def catalogue() -> dict[str, Any]:
     """Every op with its kernels, modes and fields, then workloads, peers and data, by name."""
-    from jetfire.core import workloads
-    from jetfire.measure import peers
     from jetfire.measure.data import DISTRIBUTIONS
 
     ops = {}
@@ -513,7 +510,7 @@ def catalogue() -> dict[str, Any]:
     return {
         "ops": ops,
         "workloads": {**models, **layers, **sizes},
-        "peers": dict(peers.NAMES),
+        "peers": dict(peer_ops.NAMES),
         "data": list(DISTRIBUTIONS),
     }
 

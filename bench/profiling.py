@@ -9,12 +9,12 @@ from jetfire.core import terminal
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.terminal import note
 from jetfire.measure import ncu
+from jetfire.measure.results import Row, shape_text
 
 if TYPE_CHECKING:
     from jetfire.bench.command import BenchOptions
     from jetfire.core.device import Device
     from jetfire.measure.plan import Case
-    from jetfire.measure.results import Row
     from jetfire.measure.runner import Options
 
     Work = tuple[Case, Options]
@@ -68,7 +68,6 @@ def run_once(work: Sequence[Work], device: Device) -> None:
         WrongResultError: one is wrong.
     """
     from jetfire.measure.once import OnceRunner, range_name
-    from jetfire.measure.results import shape_text
 
     runner = OnceRunner(device, {}, work[0][1], note)
     rows = [row for case, options in work for row in runner.measure(case, options)]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from jetfire.core import broken, terminal
 from jetfire.core.errors import RegressionError
 from jetfire.core.terminal import note
 from jetfire.export.folder import default_target, export
 from jetfire.export.options import ExportOptions, check
 from jetfire.export.plan import make
-
-if TYPE_CHECKING:
-    from jetfire.measure.results import Row
+from jetfire.measure.results import Row, shape_text
+from jetfire.report.text import time_text, times
 
 # An export at less of the workbench's own speed is a regression.
 LEAST_SPEED = 0.98
@@ -54,13 +51,9 @@ def _ratio(row: Row) -> float:
 
 
 def _sizes(row: Row) -> str:
-    from jetfire.measure.results import shape_text
-
     return shape_text(row.problem, ())
 
 
 def _speed(row: Row) -> str:
-    from jetfire.report.text import time_text, times
-
     speed = times(_ratio(row), 3)
     return f"{_sizes(row)}: {time_text(row.ms)}, {speed} the speed of the workbench's launch"

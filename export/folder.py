@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jetfire.core import files as core_files
 from jetfire.core.errors import UsageError
@@ -18,9 +17,7 @@ from jetfire.export.options import check_new
 from jetfire.export.plan import EMBEDDED, ExportPlan
 from jetfire.export.render import stamped
 from jetfire.export.target import ExportTarget, require
-
-if TYPE_CHECKING:
-    from jetfire.measure.results import Row
+from jetfire.measure.results import Row
 
 
 def implement(plan: ExportPlan, target_name: str) -> Library:

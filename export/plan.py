@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
@@ -129,8 +131,6 @@ class ExportPlan:
     @property
     def runs_here(self) -> bool:
         """Whether the current GPU, on which exports are run, is of its architecture."""
-        import torch
-
         return torch.cuda.is_available() and torch.cuda.get_device_capability() == self.capability
 
     def profile(self) -> bytes:

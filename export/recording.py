@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from jetfire.core import broken, registry
+from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.machine_code import Cubin
+from jetfire.core.tensors import Tensors
 from jetfire.export.signature import name_of_output
 from jetfire.kernels_cuda.inline import InlineKernel
 
 if TYPE_CHECKING:
-    import torch
-
-    from jetfire.core.tensors import Tensors
     from jetfire.kernels_triton.crosscompile import Launch
 
 
@@ -207,9 +209,6 @@ class Memory:
 @contextmanager
 def watching(memory: Memory) -> Iterator[None]:
     """Note what torch allocates within, and refuse whatever else it does."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from jetfire.core import workspace
 
     counting = False
@@ -251,7 +250,6 @@ def _record(
 ) -> LaunchRecording:
     from triton import knobs
 
-    from jetfire.core.device import Device, target_device
     from jetfire.kernels_triton.crosscompile import record_launches
 
     op = registry.get(op_name)

@@ -11,6 +11,7 @@ import torch
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Kernel
+from jetfire.core.launch import verify
 from jetfire.core.op import Op
 from jetfire.core.tensors import Tensors
 from jetfire.export.plan import ExportPlan
@@ -79,8 +80,6 @@ def small_problem(plan: ExportPlan) -> Any:
 
 def _run_on_the_cpu(kernel: Kernel, op: Op, problem: Any, inputs: Tensors) -> Tensors:
     """Return what an op's kernel for the CPU writes, checked against the reference."""
-    from jetfire.core.launch import verify
-
     config = kernel.Config()
     check = verify(op, kernel, problem, config, inputs)
     assert check.ok, check.message

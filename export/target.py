@@ -12,16 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.tensors import Tensors
 from jetfire.export.library import Library
 from jetfire.export.plan import ExportPlan
 from jetfire.export.samples import Sample
-
-if TYPE_CHECKING:
-    from typing import Any
 
 
 class ExportTarget(ABC):

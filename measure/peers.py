@@ -8,6 +8,7 @@ the same memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -256,7 +257,5 @@ def elementwise(eager_fn: Thunk | None, nbytes: int, device: torch.device) -> di
 
 def forget_compiled() -> None:
     """Drop all that torch.compile holds, so that it takes `COMPILES` problems more."""
-    import sys
-
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

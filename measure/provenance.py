@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from functools import cache
+from importlib import metadata
+
+import torch
 
 from jetfire import __version__
 from jetfire.core.device import Device
@@ -17,10 +20,6 @@ from jetfire.measure.timer import VERSION
 @cache  # a package's metadata takes 0.7 ms to read, and a study is named for each of its trials
 def software() -> Mapping[str, str | None]:
     """Return the versions of ``cuda``, ``torch`` and ``triton``, which compile kernels."""
-    from importlib import metadata
-
-    import torch
-
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:

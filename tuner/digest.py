@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Required
+from typing import Annotated, Any, Required
 
+import optuna
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import TrialState
 from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict
 
@@ -22,9 +25,6 @@ from jetfire.report.counters import sides
 from jetfire.report.text import fields_text
 from jetfire.tuner.strategies import can_be
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
-
-if TYPE_CHECKING:
-    import optuna
 
 # Of a trial that nobody finished: under way or waiting, or told as failed after its tuner died.
 RUNNING, LOST = "running", "lost"
@@ -117,8 +117,6 @@ class Attempt:
     @classmethod
     def of(cls, trial: optuna.trial.FrozenTrial, objectives: int) -> Attempt:
         """Return what a trial says, without what cannot be."""
-        from optuna.trial import TrialState
-
         said = Measurement.parse(trial.user_attrs)
         measured = trial.state == TrialState.COMPLETE and can_be(trial.values, objectives)
         lost = LOST if trial.state.is_finished() else RUNNING
@@ -318,10 +316,7 @@ def _importances(study: optuna.Study, objective: int) -> dict[str, float]:
     Returns:
         Highest first, summing to 1; empty where the trials say nothing.
     """
-    import optuna
-    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-
-    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if not all(can_be(t.values, len(study.directions)) for t in complete):
         return {}
     values = [t.values[objective] for t in complete]

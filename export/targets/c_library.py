@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from jetfire.export.readme import readme
 from jetfire.export.render import licence, static
 from jetfire.export.samples import Sample, small_problem
 from jetfire.export.target import ExportTarget, cuda_home, program, run
-
-if TYPE_CHECKING:
-    from ctypes import CDLL
 
 BAD_SIZE = 1  # the code, as the header has it
 _FILES = ("CMakeLists.txt", "Makefile", "benchmark.c", "parameters.h", "program.h", "selftest.c")
@@ -72,7 +69,7 @@ class _Function:
 
     def __init__(self, plan: ExportPlan, file: Path) -> None:
         self.plan = plan
-        self.library: CDLL = ctypes.CDLL(str(file))
+        self.library = ctypes.CDLL(str(file))
         self.function = getattr(self.library, plan.name)
         self.describe = getattr(self.library, f"{plan.name}_error")
         self.describe.restype = ctypes.c_char_p
