@@ -264,11 +264,13 @@ class TritonAdamw8(TritonAdamw):
     def default(self, problem: Any, device: Device) -> AdamwConfig:
         """Return programs of eight elements per thread and 64 registers: 32 warps of an SM.
 
-        Blocks of 32, 64 and 128 took 455, 502 and 504 µs, 88, 80 and 79% of a copy's bandwidth
-        (4096×16384, H100); one of 128 as a single program had 73%. Larger blocks have smaller
-        slices, so that more programs overlap, unless the transpose's rows are not of whole vectors:
-        with 16 elements per thread their codes would take more registers. So do rows that are not,
-        for as many addresses. For Blackwell 64 leave spills.
+        Blocks of 32, 64 and 128 took 451, 497 and 497 µs, 89, 81 and 81% of a copy's bandwidth
+        (4096×16384, H100); one of 128 as a single program had 73%. Square roots without the branch
+        of `sqrt.rn`, to the same bits, changed that to 454, 490 and 496 µs: nothing gained.
+
+        Larger blocks have smaller slices, so that more programs overlap, unless the transpose's
+        rows are not of whole vectors: with 16 elements per thread their codes would take more
+        registers. So do rows that are not, for as many addresses. For Blackwell 64 leave spills.
         """
         block, registers = problem.block, 80 if (device.capability or (0, 0)) >= (10, 0) else 64
         if problem.n % 16:
