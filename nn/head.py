@@ -38,8 +38,9 @@ class Int8Head(Int8Linear):
         if is_dtensor(self.weight):  # by `ColwiseParallel`: a process's part may be of any size
             return super().forward(input)
         bias = None if self.bias is None else self._padded(self.bias)
-        logits = self._applied(input, self._padded(self.weight), bias, self.codes())
-        return logits[..., : self.out_features]
+        # What the gradient is of, and nothing reads: each token of a generation would copy it.
+        weight = self._padded(self.weight) if torch.is_grad_enabled() else self.weight
+        return self._applied(input, weight, bias, self.codes())[..., : self.out_features]
 
     def _padded(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter with rows of zeros up to a whole block."""

@@ -40,6 +40,17 @@ def test_it_has_the_bits_of_a_linear_layer(bias, autocast):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_without_gradients_the_weight_is_not_copied(monkeypatch):
+    head, _ = pair()
+    x = torch.randn(3, INPUTS)
+    expected = head(x)
+    padded, real = [], Int8Head._padded
+    monkeypatch.setattr(Int8Head, "_padded", lambda self, p: padded.append(p) or real(self, p))
+    with torch.no_grad():
+        assert torch.equal(head(x), expected)
+    assert [id(p) for p in padded] == [id(head.bias)]
+
+
 def test_its_products_are_of_whole_blocks():
     """That is all it is for: codes of the transpose have rows of a multiple of 16 bytes."""
     head, plain = pair()
