@@ -72,6 +72,8 @@ def _model(record: StudyRecord) -> str:
 def _row(found: RecipeLosses) -> list[str]:
     runs = found["runs"]
     ms = [run["ms"] for run in runs if run["ms"] is not None]
+    if len({run["settings"].get("compile") for run in runs}) > 1:
+        ms = []  # runs of which torch.compile made some have no time in common
     return [
         str(len(runs)),
         f"{fmean(run['training_loss'] for run in runs):.4f}",

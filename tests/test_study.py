@@ -357,6 +357,9 @@ def test_a_record_says_what_was_trained_on_what(tmp_path):
     assert times == {"bf16": 8.0, "int8": None, "int8-block32": None}
     assert found["recipes"]["bf16"]["runs"][0]["settings"] == {"compile": True}
     assert texts.table(found).rows[0] == ["bf16", "1", "3.1500", "–", "3.0000", "–", "8.0"]
+    (own,) = found["recipes"]["bf16"]["runs"]
+    found["recipes"]["bf16"]["runs"].append({**own, "settings": {"compile": False}})
+    assert texts.table(found).rows[0][-1] == "–"  # two ways to run have no time in common
     text = texts.explained(found)
     assert "steps 17 to 20, each token read once (0.50 epochs)" in text
     assert "Brackets are over its steps" in text
