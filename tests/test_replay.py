@@ -4,7 +4,6 @@ import ctypes
 import gc
 import shutil
 import subprocess
-import sys
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -478,7 +477,7 @@ class Caller:
     """What a frame holds."""
 
 
-def test_loading_dynamo_keeps_no_frames():
+def test_loading_dynamo_keeps_no_frames(python):
     """Alone in its process, as torch loads it once."""
     code = """
 import gc, sys, weakref
@@ -495,7 +494,8 @@ assert "torch._dynamo" not in sys.modules
 assert call()() is None
 assert "torch._dynamo" in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 # On a GPU.
