@@ -1,9 +1,7 @@
 """The operators `torch.ops.jetfire.*`: opcheck, torch.compile, gradients, and what they refuse."""
 
-import dataclasses
 import itertools
 import shutil
-from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -17,11 +15,8 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose
 from jetfire.reference.dequantize import dequantize
-from jetfire.tests.pairs import pairs
 
 SIZES = {"m": 40, "n": 72, "k": 33}
-# The checks of an operator that trace nothing.
-STATIC = ("test_schema", "test_autograd_registration", "test_faketensor")
 # Float inputs that a model may want gradients of; scales and statistics come from operators.
 LEAVES = ("x", "dsum", "weight", "bias", "logits")
 # Those of INT4, which test_int4_library has.
@@ -98,20 +93,8 @@ def arguments(overload, problem, inputs):
     ]
 
 
-PROBLEMS = problems()
-
-
-@cache
-def traced(name):
-    """The problems of an op that are traced: two choices meet in one of them, not all of them."""
-    made = [param.values[1] for param in PROBLEMS if param.values[0] == name]
-    of = {dataclasses.astuple(problem): problem for problem in made}
-    return {of[values] for values in pairs(of)}
-
-
-@pytest.mark.parametrize(("name", "problem"), PROBLEMS)
+@pytest.mark.parametrize(("name", "problem"), problems())
 def test_opcheck(device, name, problem):
-    """Tracing with sizes that are symbols takes nine tenths of the time of all checks."""
     op = registry.get(name)
     inputs = op.inputs(problem, device)
     expected = op.reference(problem, inputs)
@@ -129,8 +112,7 @@ def test_opcheck(device, name, problem):
             leaves["q"] = inputs["dy"].clone()
         if name in ("adamw", "adamw8", "quantize"):  # which write codes where they are to be
             leaves = op.poison(problem, op.outputs(problem, inputs)) | leaves
-        utils = "ALL" if problem in traced(name) else STATIC
-        torch.library.opcheck(overload, arguments(overload, problem, leaves), test_utils=utils)
+        torch.library.opcheck(overload, arguments(overload, problem, leaves))
         found = overload(*arguments(overload, problem, leaves))
         if found is None:
             written = [a.name for a in overload._schema.arguments if a.is_write]

@@ -1,8 +1,8 @@
 """The norms' CUDA kernel: its machine code, legality and choice, and on a GPU every path."""
 
 import dataclasses
+import itertools
 import math
-from itertools import cycle, product
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from jetfire.kernels_cuda.norm_tiles import (
     blocks_per_strip,
 )
 from jetfire.kernels_cuda.tiles import Access
-from jetfire.tests.pairs import pairs
 
 SM_90 = target_device((9, 0))
 BLOCKS = (32, 64, 128)
@@ -30,10 +29,9 @@ FORMS = {
     "layernorm residual": ("layernorm", {"residual": True}),
     "rmsnorm residual": ("rmsnorm", {"residual": True}),
 }
-CHOICES = ("q", "qt", "both"), ("nearest", "stochastic")
-LAYOUTS = tuple(product(*CHOICES))
+LAYOUTS = tuple(itertools.product(("q", "qt", "both"), ("nearest", "stochastic")))
 
-each_form = pytest.mark.parametrize("form", FORMS)
+pytestmark = pytest.mark.parametrize("form", FORMS)
 
 
 def op_of(form):
@@ -61,7 +59,8 @@ def audited(*asked):
     return audit(compiled(*asked))
 
 
-@pytest.mark.parametrize(("form", "warps", "out_block"), pairs(product(FORMS, (8, 16), BLOCKS)))
+@pytest.mark.parametrize("out_block", BLOCKS)
+@pytest.mark.parametrize("warps", [8, 16])
 def test_nothing_spills(form, warps, out_block):
     """Of codes in boxes and words, and of any address and size, with as many blocks as fit."""
     problem = problem_of(form, out_block=out_block, layout="both", rounding="stochastic")
@@ -79,14 +78,13 @@ def test_nothing_spills(form, warps, out_block):
     assert [one.spills <= 8 for one in found[2:]] == [True, True]
 
 
-@pytest.mark.parametrize(("form", "layout", "rounding"), pairs(product(FORMS, *CHOICES)))
+@pytest.mark.parametrize(("layout", "rounding"), LAYOUTS)
 def test_no_layout_or_rounding_spills(form, layout, rounding):
     problem = problem_of(form, layout=layout, rounding=rounding)
     found = audited(form, "gradient", problem, kernel_of(form).default(problem, SM_90))
     assert found.spills == 0, found.registers
 
 
-@each_form
 def test_a_tile_has_few_instructions(form):
     """All of the code, with what is done once, per each of a thread's 32 or 64 codes in it."""
     problem = problem_of(form, layout="both", rounding="stochastic")
@@ -96,7 +94,6 @@ def test_a_tile_has_few_instructions(form):
     assert sum(gradient.instructions.values()) / 64 < 44
 
 
-@each_form
 def test_legal_says_why_not(form):
     problem, kernel = problem_of(form), kernel_of(form)
     good = kernel.default(problem, SM_90)
@@ -123,15 +120,13 @@ def test_legal_says_why_not(form):
         assert "sm_90" in kernel.legal(problem, good, device)
 
 
-@each_form
-@pytest.mark.parametrize(("block", "out_block"), list(product(BLOCKS, BLOCKS)))
+@pytest.mark.parametrize(("block", "out_block"), list(itertools.product(BLOCKS, BLOCKS)))
 def test_the_default_is_legal(form, block, out_block):
     problem = problem_of(form, block=block, out_block=out_block)
     kernel = kernel_of(form)
     assert kernel.legal(problem, kernel.default(problem, SM_90), SM_90) is None
 
 
-@each_form
 @pytest.mark.parametrize(("m", "n"), [(8192, 1024), (8192, 4096), (300, 70), (1, 100000)])
 def test_blocks_that_add_up_run_at_once(form, m, n):
     """Each has a tile at least, and there is one at least per strip of columns."""
@@ -144,14 +139,12 @@ def test_blocks_that_add_up_run_at_once(form, m, n):
     assert each == most or (each + 1) * strips > room
 
 
-@each_form
 @pytest.mark.filterwarnings("ignore::jetfire.core.errors.JetfireWarning")
 def test_it_is_no_one_s_choice_before_it_is_tuned(form):
     problem = problem_of(form, m=8192, n=4000)
     assert choose(op_of(form), problem, SM_90)[0].name == "gluon"
 
 
-@each_form
 def test_numbers_at_any_address_and_pitch(form):
     problem = problem_of(form, 64, 96, layout="both")
     inputs = op_of(form).inputs(problem, torch.device("cpu"))
@@ -180,7 +173,6 @@ def verified(form, problem, inputs, config=None):
     assert result.ok, f"{config} {problem}: {result.message}"
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize("warps", [8, 16])
 @pytest.mark.parametrize("out_block", BLOCKS)
@@ -188,8 +180,8 @@ def verified(form, problem, inputs, config=None):
 def test_blocks(form, device, block, out_block, warps):
     """Roundings and layouts, over tiles that are whole and that are not."""
     sizes = ((8192, 1024), (1, 1), (300, 272), (129, 130), (1000, 520), (36, 40), (515, 4096))
-    layouts = cycle(LAYOUTS)
-    for (m, n), data in product(sizes, ("heavy", "gradient")):
+    layouts = itertools.cycle(LAYOUTS)
+    for (m, n), data in itertools.product(sizes, ("heavy", "gradient")):
         layout, rounding = next(layouts)
         fields = {"block": block, "out_block": out_block, "layout": layout, "rounding": rounding}
         problem = problem_of(form, m, n, **fields)
@@ -199,7 +191,6 @@ def test_blocks(form, device, block, out_block, warps):
         verified(form, problem, op_of(form).inputs(problem, device, data=data), config)
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize(("stages", "resident"), [(2, 2), (3, 1), (4, 1)])
 def test_short_and_long_rings(form, device, stages, resident):
@@ -209,7 +200,6 @@ def test_short_and_long_rings(form, device, stages, resident):
     verified(form, problem, op_of(form).inputs(problem, device), config)
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n"), [(100, 20000), (100000, 100)])
 def test_long_rows_and_columns(form, device, m, n):
@@ -218,12 +208,11 @@ def test_long_rows_and_columns(form, device, m, n):
     verified(form, problem, op_of(form).inputs(problem, device, data="heavy"))
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_block", BLOCKS)
 def test_extreme_values(form, device, out_block):
     """Scales far from one another, and some that are not finite."""
-    for rounding, mode in product(("nearest", "stochastic"), ("scales", "not finite")):
+    for rounding, mode in itertools.product(("nearest", "stochastic"), ("scales", "not finite")):
         fields = {"out_block": out_block, "layout": "both", "rounding": rounding}
         problem = problem_of(form, 512, 640, **fields)
         inputs = op_of(form).inputs(problem, device)
@@ -239,7 +228,6 @@ def test_extreme_values(form, device, out_block):
         verified(form, problem, inputs)
 
 
-@each_form
 @pytest.mark.gpu
 def test_a_factor_out_of_range_meets_small_weights(form, device):
     """The scale of dy times rstd is 2^130, and times a weight, too, 2^110 at the most."""
@@ -274,7 +262,6 @@ def steep(form, device):
     return problem, inputs
 
 
-@each_form
 def test_a_slope_out_of_range_leaves_the_reference_finite(form):
     """So that a kernel is held to it."""
     problem, inputs = steep(form, torch.device("cpu"))
@@ -284,7 +271,6 @@ def test_a_slope_out_of_range_leaves_the_reference_finite(form):
     assert not over.any()
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tiles", "gluon"])
 def test_a_slope_out_of_range(form, device, name):
@@ -295,7 +281,6 @@ def test_a_slope_out_of_range(form, device, name):
     assert result.ok, f"{config} {problem}: {result.message}"
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1, 16])
 def test_strided_and_unaligned(form, device, offset):
@@ -314,7 +299,6 @@ def test_strided_and_unaligned(form, device, offset):
     verified(form, problem, inputs)
 
 
-@each_form
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_block", BLOCKS)
 def test_over_its_input(form, device, out_block):
@@ -334,7 +318,6 @@ def test_over_its_input(form, device, out_block):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@each_form
 @pytest.mark.gpu
 def test_a_result_is_the_same_in_every_run(form, device):
     problem = problem_of(form, 20000, 1024, layout="both")

@@ -13,7 +13,6 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, launch, verify
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.tiles import Access, PartsConfig
-from jetfire.tests.pairs import pairs
 
 SM_90 = target_device((9, 0))
 BLOCKS = (32, 64, 128)
@@ -40,10 +39,8 @@ def audited(name, problem, config, access=WORDS):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(
-    ("layout", "rounding", "warps"),
-    pairs((*form, warps) for form, warps in itertools.product(FORMS, (8, 16))),
-)
+@pytest.mark.parametrize("warps", [8, 16])
+@pytest.mark.parametrize(("layout", "rounding"), FORMS)
 def test_nothing_spills(layout, rounding, warps):
     """With as many blocks as fit an SM, where registers hold most and where they hold least."""
     block, config = (128, PartsConfig(8, 2, 3)) if warps == 8 else (32, PartsConfig(16, 2, 2))

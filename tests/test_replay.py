@@ -4,6 +4,7 @@ import ctypes
 import gc
 import shutil
 import subprocess
+import sys
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -477,7 +478,7 @@ class Caller:
     """What a frame holds."""
 
 
-def test_loading_dynamo_keeps_no_frames(python):
+def test_loading_dynamo_keeps_no_frames():
     """Alone in its process, as torch loads it once."""
     code = """
 import gc, sys, weakref
@@ -494,8 +495,7 @@ assert "torch._dynamo" not in sys.modules
 assert call()() is None
 assert "torch._dynamo" in sys.modules
 """
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # On a GPU.
