@@ -94,8 +94,8 @@ def convert(
             `fused` alone, in the blocks of the recipe's `head`.
         frozen: whether layers keep their weights as INT8 codes alone and do not learn
             (`FrozenInt8Linear`). Nothing else is frozen. A layer's float weight is freed as it is
-            replaced, where nobody else holds it. Under torch.compile attention has no mask where a
-            fused model's has none.
+            replaced, where nobody else holds it. Attention has no mask where a fused model's has
+            none.
         fused: whether the blocks of `transformers`' GPT-2, Llama, Mistral, Qwen2 and Qwen3 also
             have INT8 between their layers, as `Int8Block` has: under BF16 autocast, of fp32
             parameters. Their language models' loss reads the logits as they are, not made fp32.
@@ -212,7 +212,7 @@ def _fuse(
 
 
 def attend_causally(model: nn.Module) -> None:
-    """Have attention without a mask under torch.compile, in place, where a fused model's has none.
+    """Have attention without a mask, in place, where a fused model's has none.
 
     Blocks stay as they are.
     """

@@ -49,11 +49,11 @@ def stream_of(hidden: torch.Tensor, flow: Block) -> Stream:
 def say_causal(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Say that a model's mask is causal and nothing else, where its arguments show it.
 
-    It is a hook before the forward of one whose blocks all take it so. `transformers` looks whether
-    positions that it counts itself are of several sequences, for which the host waits for all that
-    the GPU has to do. Under torch.compile it cannot look and makes a mask even so, and attention
-    with a mask takes twice the time: of a step of 51 ms of GPT-2 350M 12 (H100). In place of that
-    mask blocks are given one of no elements.
+    It is a hook before the forward of one whose blocks all take it so. `transformers` asks the GPU
+    whether positions that it counts itself are of several sequences, and the host waits for all
+    that the GPU still has to do. Under torch.compile it cannot ask and makes a mask even so.
+    Attention with a mask takes twice the time: 12 ms more in a step of 51 of GPT-2 350M (H100). In
+    place of that mask blocks are given one of no elements.
     """
     if len(args) > 1:
         return None

@@ -229,6 +229,28 @@ def test_state_copies_and_pickles(tmp_path):
         assert step(other)[0] == step(made)[0]
 
 
+@pytest.mark.parametrize("positions", [False, True])
+def test_nobody_looks_for_several_sequences(positions, monkeypatch):
+    """For that the host waits for the GPU. Only where positions are given may there be some."""
+    from transformers import masking_utils
+
+    made, looks, look = fused(), [], masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(
+        masking_utils,
+        "find_packed_sequence_indices",
+        lambda given: looks.append(given.shape) or look(given),
+    )
+    x = batch()
+    given = {"position_ids": torch.arange(x.shape[1])[None]} if positions else {}
+    plain = model().eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours = made.eval()(x, use_cache=False, **given).logits
+        assert bool(looks) == positions
+        theirs = plain(x, use_cache=False, **given).logits
+    assert looks
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
 def test_policies_that_go_by_the_name_of_a_class_find_it():
     made = fused()
     assert isinstance(made.transformer.h[0], GPT2Block)
