@@ -26,7 +26,7 @@ _FP32 = MixedPrecisionPolicy()
 
 
 class ShardedSubject(ModelSubject):
-    """A model whose blocks are sharded by units of some, and the rest of it together.
+    """A model of which FSDP2 gathers `case.unit` blocks at a time, and all that is in none at once.
 
     Torch's own in BF16 compute with parameters that are gathered in BF16. Of recipes the blocks'
     INT8 weights are gathered as codes and all else of a block in fp32, under autocast to BF16; what
@@ -59,7 +59,10 @@ class ShardedSubject(ModelSubject):
         return self.model
 
     def _optimizer(self) -> torch.optim.AdamW:
-        """Torch's; of recipes ours: each process updates its shards, and quantises them to send."""
+        """Return torch's fused AdamW; for recipes ours, which updates the process's own parts.
+
+        Codes are not made in the update but of the shards, when they are gathered next.
+        """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if self.recipe:
             return AdamW(parameters, lr=RATE, model=self.model)

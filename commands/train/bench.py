@@ -30,8 +30,8 @@ def run(
             "--set",
             "KEY=V,...",
             "layers, heads, width, batch, context, vocabulary, accumulate; of Llama and hf: "
-            "kv_heads and hidden too; of hf: run, parallel=fsdp, adapters=RANK; of a preset's "
-            "recipes: logits, optimizer, weights.",
+            "kv_heads and hidden too; of hf: run, parallel=fsdp (unit=N), adapters=RANK; of a "
+            "preset's recipes: logits, optimizer, weights.",
         ),
     ] = None,
     peers: Annotated[
