@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetfire.nn.agreement import check_agreement
     from jetfire.nn.block import Int8Block
+    from jetfire.nn.captured import CapturedStep
     from jetfire.nn.conversion import Report, convert
     from jetfire.nn.embedding import TiedGradient, tied_embedding
     from jetfire.nn.flow import Stream
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AdamW": "optimizer",
+    "CapturedStep": "captured",
     "CodesQuality": "watching",
     "FrozenInt8Linear": "frozen",
     "Int4": "recipes",
@@ -62,6 +64,7 @@ _MODULES = {
 __all__ = [
     "RECIPES",
     "AdamW",
+    "CapturedStep",
     "CodesQuality",
     "FrozenInt8Linear",
     "Int4",

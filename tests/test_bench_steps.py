@@ -32,6 +32,7 @@ from jetfire.measure.results import Results, Row
 from jetfire.measure.timer import Timing
 from jetfire.models import cases as models
 from jetfire.nn import recipes
+from jetfire.nn.captured import leave_capture
 from jetfire.report import documents
 from jetfire.report import training as training_report
 
@@ -309,7 +310,7 @@ def test_torch_draws_on_after_a_capture_that_failed():
 
     with pytest.raises(RuntimeError):
         fail()
-    bench.leave_capture(device)
+    leave_capture(device)
     torch.manual_seed(0)
     first = torch.rand(4, device=device)
     torch.manual_seed(0)

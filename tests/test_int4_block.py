@@ -18,7 +18,7 @@ from jetfire.gpt2.model import gpt2
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.model.language_model import linear_of
 from jetfire.gpt2.model.shape import Shape
-from jetfire.gpt2.training.graph import GraphedStep
+from jetfire.gpt2.training.graph import graphed as graphed_step
 from jetfire.gpt2.training.settings import make
 from jetfire.gpt2.training.step import Step
 from jetfire.nn import (
@@ -479,7 +479,7 @@ def steps_of(graphed, dropout, device):
     model = model_of(settings.shape(90), settings.precision()).to(device)
     step = Step(model, settings, device)
     step.set_rate(1e-2)
-    run = GraphedStep(step) if graphed else step
+    run = graphed_step(step) if graphed else step
     losses = []
     for i in range(8):
         torch.manual_seed(i)

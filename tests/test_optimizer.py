@@ -335,7 +335,7 @@ def test_a_weight_of_another_shape_has_new_codes(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8"])
 def test_a_graphed_step_trains_as_an_eager_one(device, optimizer):
-    from jetfire.gpt2.training.graph import GraphedStep
+    from jetfire.gpt2.training.graph import graphed as graphed_step
 
     settings = make(
         "tiny",
@@ -354,7 +354,7 @@ def test_a_graphed_step_trains_as_an_eager_one(device, optimizer):
         model = model_of(device)
         step = Step(model, settings, device)
         step.set_rate(1e-2)
-        run = GraphedStep(step) if graphed else step
+        run = graphed_step(step) if graphed else step
         losses.append([])
         for i in range(8):
             micro = batch(device, i % 3)

@@ -258,7 +258,7 @@ def test_a_head_as_earlier_checkpoints_had_it(recipe, head):
 def test_several_processes_steps_are_captured_only_split():
     step = SimpleNamespace(group=Group(0, 2), split=False)
     with pytest.raises(ValueError, match="only if it is split"):
-        graph.GraphedStep(step)
+        graph.graphed(step)
 
 
 @pytest.mark.parametrize(("arguments", "says"), USAGE, ids=[" ".join(a) for a, _ in USAGE])

@@ -29,6 +29,7 @@ class TorchVariant:
         mode: how torch.compile compiles; None as it does by default.
         own_loss: the head and its loss are `jetfire.nn.linear_cross_entropy`, as recipes have them,
             so that what INT8 gains shows by itself. Of a step alone.
+        captured: the whole step is one CUDA graph. Of a model alone.
         causal: attention has no mask where a fused model's has none, for the same reason. Of a
             model of `transformers` alone.
     """
@@ -38,6 +39,7 @@ class TorchVariant:
     fp8: Literal["tensorwise", "rowwise"] | None = None
     own_loss: bool = False
     mode: Literal["reduce-overhead"] | None = None
+    captured: bool = False
     causal: bool = False
 
 

@@ -381,8 +381,7 @@ class TrainingBench:
                 if timer.synchronises(subject.call):
                     raise RuntimeError("it waits for the device")
                 found[f"{name} graph"] = subject.capture()
-            except RuntimeError as error:
-                leave_capture(self.where)
+            except (RuntimeError, UsageError) as error:
                 self._failed(case, f"{name} as a CUDA graph", error)
         return found
 
@@ -414,20 +413,10 @@ class TrainingBench:
             sm_mhz=timing.sm_mhz,
             watts=timing.watts,
             joules=timing.joules,
-            graph=kind == "graph",
+            graph=kind == "graph" or subject.replays,
             throttled=None if timing.throttled is None else list(timing.throttled),
             extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
         )
-
-
-def leave_capture(device: torch.device) -> None:
-    """Have torch draw on a device again, once a capture there has failed.
-
-    Such a capture does not end for torch's generator, which then draws within a capture alone.
-    """
-    fresh = torch.Generator(device)
-    default = torch.cuda.default_generators[device.index]
-    default.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _call(subject: Subject) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,13 @@ from jetfire.gpt2.bench.cases import (
 )
 from jetfire.gpt2.model.families import block_of, model_of
 from jetfire.gpt2.model.language_model import LanguageModel
-from jetfire.gpt2.training.graph import GraphedStep
+from jetfire.gpt2.training.graph import Advance, graphed
 from jetfire.gpt2.training.step import Micro, Step, autocast
 from jetfire.nn import Int8Block, Int8LlamaBlock, Stream, recipes, weights_changed
+from jetfire.nn.captured import LAUNCHED, beside, captured
 from jetfire.nn.flow import StreamBlock
 
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
-_WARM = 3  # a GraphedStep captures itself on its third call
 _NEXT = 0.1  # from one step to the next a loss moves by less than this part of the first one
 _DRAWS = 0.2  # two calls, of other draws and orders of sums, differ by less of a gradient
 
@@ -46,10 +46,12 @@ class Subject(ABC):
         model, optimizer: what is trained; a block has no optimizer.
         captures: whether it can be one CUDA graph.
         counts: whether torch's allocator counts what a call holds; in a CUDA graph it does not.
+        replays: whether a call replays a CUDA graph.
     """
 
     captures = True
     counts = True
+    replays = False
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     loss = 0.0  # of the first call
@@ -161,7 +163,7 @@ class StepSubject(Subject):
         self.micros = micros
         # Capturing a compiled step fails (torch 2.11), and leaves torch's generator of no use.
         self.captures = not peer.compiled
-        self.graphed: GraphedStep | None = None
+        self.graphed: Advance | None = None
 
     def first(self) -> Tensors:
         self.forget()
@@ -181,10 +183,9 @@ class StepSubject(Subject):
         return self.step.gradient(*self.micros[0])
 
     def capture(self) -> Callable[[], object]:
-        graphed = GraphedStep(self.step)
-        for _ in range(_WARM):
-            graphed(self.micros)
-        self.graphed = graphed
+        self.graphed = graphed(self.step)
+        for _ in range(LAUNCHED + 1):
+            self.graphed(self.micros)
         return self._replay
 
     def _replay(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,9 +206,7 @@ class StepSubject(Subject):
 class BlockSubject(Subject):
     """A block whose weights are quantised (or cast) in each call.
 
-    All calls run on one stream, that of a CUDA graph too. A node that adds up a gradient stays on
-    the stream of the first call that has it, as long as anything holds the node; a capture that
-    waited for another stream failed (a Llama block under torch.compile, H100).
+    All calls run on one stream, that of a CUDA graph too (`jetfire.nn.captured.beside`).
 
     Args:
         name: a recipe or a peer.
@@ -231,16 +230,8 @@ class BlockSubject(Subject):
         self.stream = torch.cuda.Stream(x.device) if x.is_cuda else None
         self.wrong = ""
 
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
-        if self.stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self.x.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+    def _on_own_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stream is None else beside(self.stream)
 
     def _outputs(self) -> torch.Tensor:
         x = self.x
@@ -292,8 +283,9 @@ class BlockSubject(Subject):
         self.call()
         expected = self._gradient().clone()
         self.forget()
+        assert self.stream is not None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with captured(graph, self.stream):
             self._forward_backward()
         torch.manual_seed(0)  # which draws the same rows in 4 bits
         graph.replay()

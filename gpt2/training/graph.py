@@ -6,19 +6,17 @@ more slowly than the GPU runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from jetfire.core.errors import UsageError
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import Micro, Step
-from jetfire.nn import replaying
+from jetfire.nn import CapturedStep, replaying
+from jetfire.nn.captured import LAUNCHED, beside, captured
 
-# Steps before the capture: the first compiles kernels, and optimizer state and cuBLAS's workspace
-# must stand before they can be captured.
-_EAGER = 2
+Advance = Callable[[Sequence[Micro]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def used(settings: Settings, device: torch.device) -> bool:
@@ -34,19 +32,25 @@ def used(settings: Settings, device: torch.device) -> bool:
     return settings.graph == "true"
 
 
-class GraphedStep:
-    """A `Step` that runs as it is at first, is then captured once, and replayed from there on.
+def graphed(step: Step) -> Advance:
+    """Return what takes a step's place and replays it, once it was launched a few times.
 
-    Every step is a real one: capturing changes nothing. Random numbers follow torch's seed as in
-    the step itself. Micro-batches must keep their number and shape.
+    One process's step is one graph. That of several must be made with `split`.
+    """
+    if step.group.world > 1:
+        return SplitStep(step)
+    return CapturedStep(step, step.optimizer)
 
-    One process's step is one graph. With several there are two, the gradients and the update, and
-    between them, launched as ever, the reduction, so that no graph waits for another process. The
-    step must be made with `split` then.
+
+class SplitStep:
+    """A `Step` of several processes as two graphs: the gradients and the update.
+
+    Between them the reduction is launched as ever, so that no graph waits for another process. All
+    else is as of `CapturedStep`. Micro-batches must keep their number and shape.
     """
 
     def __init__(self, step: Step) -> None:
-        if step.group.world > 1 and not step.split:
+        if not step.split:
             raise ValueError("a step of several processes can be captured only if it is split")
         self.step = step
         self._stream = torch.cuda.Stream(step.device)
@@ -54,60 +58,35 @@ class GraphedStep:
         self._inputs: list[Micro] = []
         self._gradients: list[torch.Tensor] = []
         self._loss = self._norm = torch.empty(0, dtype=torch.float32, device=step.device)
-        self._eager = 0
+        self._launched = 0
 
     def __call__(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a step, as `Step` does; return its loss and the gradient's norm."""
-        if self._eager < _EAGER:
-            self._eager += 1
-            return self._beside(micros)
+        if self._launched < LAUNCHED:
+            self._launched += 1
+            with beside(self._stream):
+                return self.step(micros)
         if not self._graphs:
             self._capture(micros)
         for kept, new in zip(self._inputs, micros, strict=True):
             for to, source in zip(kept, new, strict=True):
                 to.copy_(source)
-        self._replay()
-        return self._loss.clone(), self._norm.clone()
-
-    def _replay(self) -> None:
-        first, *rest = self._graphs
+        gradients, update = self._graphs
         with replaying(self.step.optimizer):
-            first.replay()
-            for update in rest:
-                self.step.reduce(self._loss, self._gradients)
-                update.replay()
-
-    def _beside(self, micros: Sequence[Micro]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step on the stream that the capture uses: autograd remembers where gradients arose."""
-        current = torch.cuda.current_stream(self.step.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            outputs = self.step(micros)
-        current.wait_stream(self._stream)
-        return outputs
+            gradients.replay()
+            self.step.reduce(self._loss, self._gradients)
+            update.replay()
+        return self._loss.clone(), self._norm.clone()
 
     def _capture(self, micros: Sequence[Micro]) -> None:
         step = self.step
         self._inputs = [(ids.clone(), targets.clone()) for ids, targets in micros]
         step.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        if step.group.world == 1:
-            with self._captured():
-                self._loss, self._norm = step(self._inputs)
-            return
-        with self._captured():
+        gradients, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with captured(gradients, self._stream):
             self._loss = step.gradients(self._inputs)
         # Kept, as each replay writes where they are, whatever becomes of the parameters' `grad`.
         self._gradients = step.gradients_made()
-        with self._captured():
+        with captured(update, self._stream):
             self._norm = step.update(self._loss)
-
-    @contextmanager
-    def _captured(self) -> Iterator[None]:
-        """Capture what is launched in here as the next graph."""
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog, a thread, asks after events, which "global" would forbid it.
-        mode = "global" if self.step.group.host is None else "thread_local"
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
-            yield
-        self._graphs.append(graph)
+        self._graphs = [gradients, update]

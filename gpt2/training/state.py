@@ -18,7 +18,6 @@ from jetfire.gpt2.model.outliers import plant
 from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, parallel, utilisation
 from jetfire.gpt2.training.checkpoint import Best, Checkpoint, State
-from jetfire.gpt2.training.graph import GraphedStep
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import Micro, Step, autocast
@@ -89,7 +88,7 @@ class Trained:
         self.model = build(settings, self.vocabulary, device)
         self.graphed = graph.used(settings, self.device)
         self.step = Step(self.model, settings, self.device, group, split=self.graphed)
-        self.advance = GraphedStep(self.step) if self.graphed else self.step
+        self.advance = graph.graphed(self.step) if self.graphed else self.step
         self.peak = utilisation.peak(device)
         self.flops = self.model.shape.flops_per_token
         self.done = 0

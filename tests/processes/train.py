@@ -19,7 +19,7 @@ import torch
 from jetfire.cli import execute
 from jetfire.core import calls, profiles
 from jetfire.core.errors import JetfireWarning, UsageError
-from jetfire.gpt2.training import command, graph, parallel, state
+from jetfire.gpt2.training import command, graph, parallel
 from jetfire.gpt2.training.loop import Training
 from jetfire.measure import provenance
 from jetfire.nn.products import own_part
@@ -73,11 +73,11 @@ def resume(name: str, of: str, how: str, *more: str) -> None:
 @contextlib.contextmanager
 def graphs():
     """Without CUDA, `graph=true` has the step split as for two graphs, and its parts just run."""
-    kept = graph.used, state.GraphedStep
+    kept = graph.used, graph.graphed
     if DEVICE == "cpu":
-        graph.used, state.GraphedStep = lambda settings, device: True, lambda step: step
+        graph.used, graph.graphed = lambda settings, device: True, lambda step: step
     yield
-    graph.used, state.GraphedStep = kept
+    graph.used, graph.graphed = kept
 
 
 def fault(self: Training, step: int):

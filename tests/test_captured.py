@@ -1,0 +1,165 @@
+"""A user's training step as one CUDA graph: the same steps, and a line where that cannot be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from jetfire.core.errors import UsageError
+from jetfire.nn import AdamW, CapturedStep, convert
+from jetfire.nn.captured import LAUNCHED
+
+SCRIPT = Path(__file__).parent / "processes" / "captured.py"
+STEPS = LAUNCHED + 4
+
+
+def model_of(device: torch.device, recipe: str = "int8-block32") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
+    convert(model, recipe)
+    return model.to(device)
+
+
+def optimizer_of(model: nn.Module, kind: str, **options) -> torch.optim.Optimizer:
+    if kind == "ours":
+        return AdamW(model.parameters(), 1e-2, model=model, **options)
+    return torch.optim.AdamW(model.parameters(), 1e-2, fused=True, **options)
+
+
+# --- what cannot be captured --------------------------------------------------------------------
+
+
+def test_a_cpu_has_no_graphs():
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match=r"^parameters on cpu: expected one CUDA device$"):
+        CapturedStep(print, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_an_optimizer_must_be_capturable(device, kind):
+    with pytest.raises(UsageError, match=r"^AdamW: expected it made with capturable=True$"):
+        CapturedStep(print, optimizer_of(model_of(device), kind))
+
+
+class Training:
+    """Steps of a model on numbers that a seed draws."""
+
+    def __init__(self, device: torch.device, kind: str = "ours", *, waits: bool = False) -> None:
+        self.device, self.waits = device, waits
+        self.model = model_of(device)
+        self.optimizer = optimizer_of(self.model, kind, capturable=True)
+        self.captured = CapturedStep(self.step, self.optimizer)
+
+    def step(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        self.optimizer.zero_grad()
+        loss = scale * (self.model(x) - x).square().mean()
+        if self.waits:
+            loss.item()
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.detach()}
+
+    def batch(self, number: int) -> torch.Tensor:
+        return torch.randn((32, 64), generator=torch.Generator().manual_seed(number)).to(
+            self.device
+        )
+
+    def losses(self, take, *, evaluate: bool = False) -> list[float]:
+        found = []
+        for number in range(STEPS):
+            if evaluate:
+                with torch.no_grad():
+                    self.model(self.batch(0))
+            torch.manual_seed(number)
+            found.append(take(self.batch(number))["loss"])
+        return [float(loss) for loss in found]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("evaluate", [False, True], ids=["", "evaluated"])
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_steps_are_those_that_are_launched(device, kind, evaluate):
+    """Of an evaluation between steps codes of weights are left, which no later step may read."""
+    ours, theirs = Training(device, kind), Training(device, kind)
+    losses = ours.losses(ours.captured, evaluate=evaluate)
+    assert losses == theirs.losses(theirs.step)
+    assert losses[-1] < losses[0]
+    for mine, its in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    x = ours.batch(0)
+    with torch.no_grad():
+        assert torch.equal(ours.model.eval()(x), theirs.model.eval()(x))
+
+
+@pytest.mark.gpu
+def test_what_is_returned_stays(device):
+    training = Training(device)
+    found = [training.captured(training.batch(number))["loss"] for number in range(STEPS)]
+    kept = [float(loss) for loss in found]
+    training.captured(training.batch(0))
+    assert [float(loss) for loss in found] == kept
+    assert len(set(kept)) == STEPS
+
+
+@pytest.mark.gpu
+def test_arguments_are_those_of_the_capture(device):
+    training = Training(device)
+    training.losses(training.captured)
+    x = training.batch(0)
+    said = r"^16×64 float32: expected 32×64 float32, as captured$"
+    with pytest.raises(UsageError, match=said):
+        training.captured(x[:16])
+    with pytest.raises(UsageError, match=r"^32×64 float64: expected 32×64 float32, as captured$"):
+        training.captured(x.double())
+    with pytest.raises(UsageError, match=r"^other arguments than were captured: expected as many"):
+        training.captured(x, scale=2.0)
+    other = Training(device)
+    for _ in range(STEPS):
+        other.captured(x, scale=2.0)
+    with pytest.raises(UsageError, match=r"^3\.0: expected 2\.0, as captured$"):
+        other.captured(x, scale=3.0)
+    other.captured(x.cpu(), scale=2.0)  # is copied
+
+
+@pytest.mark.gpu
+def test_what_is_captured_is_on_the_device(device):
+    training = Training(device)
+    for number in range(LAUNCHED):
+        training.captured(training.batch(number))
+    with pytest.raises(UsageError, match=r"^a tensor on cpu: expected cuda:0, as captured$"):
+        training.captured(training.batch(0).cpu())
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_is_named_and_others_go_on(device):
+    training = Training(device, waits=True)
+    with pytest.raises(UsageError, match=r"^the step cannot be captured in a CUDA graph: "):
+        training.losses(training.captured)
+    training.waits = False
+    training.losses(training.step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["launched", "compiled"])
+def test_two_processes_that_shard_a_model(how, tmp_path):
+    """FSDP2's collectives are in the graph: losses are those of steps that are launched."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), how, str(tmp_path / "found.pt")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "found.pt")
+    assert found["captured"] == found["launched"]
+    assert found["captured"][-1] < found["captured"][0]
