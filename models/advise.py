@@ -168,6 +168,7 @@ def _step(
     try:
         case = ModelCase(source, (), variant)
         subject = ModelSubject(case, variant, device.torch_device, asked.seed)
+        subject.first()
         calls = {variant: [subject.call]}
         timing = timer.time_calls(
             calls, device.torch_device, _STEPS, _STEP_MS, budget_s=60.0, capture=False

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from jetfire.bench import command
 from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.gpt2.bench import steps as training
 from jetfire.gpt2.bench.cases import COMPILE, EAGER, TorchVariant
 from jetfire.gpt2.bench.steps import LOSS_TOLERANCE, Deviation, TrainingBench, compared
@@ -66,6 +67,8 @@ def case_of(word: str, texts: Sequence[str], recipes: Sequence[str], device: Dev
     adapters, changes = cases.adapters_of(changes)
     # Compiling for a CPU wants a C++ compiler.
     run = run or (COMPILE if device.kind == "cuda" else EAGER)
+    if run == cases.GRAPH and device.kind != "cuda":
+        raise UsageError(f"--set run={run}: expected a CUDA device, not {device.kind}")
     source = sources.parse(word, changes)
     found = traced(source)
     return ModelCase(

@@ -64,9 +64,10 @@ class ShardedSubject(ModelSubject):
         Codes are not made in the update but of the shards, when they are gathered next.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        options: dict[str, Any] = {"lr": RATE, "capturable": self.replays}
         if self.recipe:
-            return AdamW(parameters, lr=RATE, model=self.model)
-        return torch.optim.AdamW(parameters, lr=RATE, fused=True)
+            return AdamW(parameters, model=self.model, **options)
+        return torch.optim.AdamW(parameters, fused=True, **options)
 
     def _cast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=bool(self.recipe))

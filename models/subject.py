@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from jetfire.models.adapters import adapted
 from jetfire.models.cases import FUSED, PEERS, RUNS, ModelCase, recipe_of
 from jetfire.models.layers import at_ends, weight_of
 from jetfire.models.step import loss_of, without_dropout
-from jetfire.nn import AdamW, convert
+from jetfire.nn import AdamW, CapturedStep, convert
+from jetfire.nn.captured import LAUNCHED
 from jetfire.nn.conversion import attend_causally
 
 
@@ -38,7 +39,8 @@ class ModelSubject(Subject):
         self.device = device
         self.recipe = "" if name in PEERS else name
         self.variant = PEERS.get(name, RUNS[case.run])
-        self.counts = self.variant.mode is None
+        self.replays = self.variant.captured
+        self.counts = self.variant.mode is None and not self.replays
         torch.manual_seed(seed)  # the same parameters and batch for every variant
         self.model, self.batch = case.source.make(device)
         without_dropout(self.model)
@@ -56,6 +58,7 @@ class ModelSubject(Subject):
             config.recompile_limit = max(COMPILES, config.recompile_limit)
         self.forward = self._prepared()
         self.optimizer: torch.optim.AdamW = self._optimizer()
+        self.captured = CapturedStep(self._step, self.optimizer) if self.replays else None
 
     def _prepared(self) -> Callable[..., object]:
         """Return what is called for the loss; where parameters are replaced, it is done here."""
@@ -66,9 +69,10 @@ class ModelSubject(Subject):
     def _optimizer(self) -> torch.optim.AdamW:
         """Fused; what is launched as it is has its weights' codes made in the update."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        options: dict[str, Any] = {"lr": RATE, "capturable": self.replays}
         if self.variant.compiled:
-            return torch.optim.AdamW(parameters, lr=RATE, fused=True)
-        return AdamW(parameters, lr=RATE, model=self.model)
+            return torch.optim.AdamW(parameters, fused=True, **options)
+        return AdamW(parameters, model=self.model, **options)
 
     def _cast(self) -> AbstractContextManager[Any]:
         """Return that within which forward runs."""
@@ -87,13 +91,21 @@ class ModelSubject(Subject):
         return loss.detach().clone()  # of a CUDA graph's own memory, which the next call takes
 
     def first(self) -> Tensors:
-        loss = self._of_all(self._gradient())
-        found = {"loss": loss, **_gradients(self.model)}
-        self.optimizer.step()
+        """Return the first step's loss and gradients; capture what is to be, after some more."""
+        with self.captured.beside() if self.captured else nullcontext():
+            loss = self._of_all(self._gradient())
+            found = {"loss": loss, **_gradients(self.model)}
+            self.optimizer.step()
         self.loss = float(loss)
+        for _ in range(LAUNCHED + 1 if self.captured else 0):
+            self.call()
         return found
 
     def call(self) -> torch.Tensor:
+        loss: torch.Tensor = (self.captured or self._step)()
+        return loss
+
+    def _step(self) -> torch.Tensor:
         self.forget()
         loss = self._gradient()
         self.optimizer.step()

@@ -18,7 +18,7 @@ BLOCK, LLAMA_BLOCK = "gpt2_block", "llama_block"
 OPS = (STEP, LLAMA_STEP, BLOCK, LLAMA_BLOCK, MODEL)
 EAGER, COMPILE = "eager", "compile"
 OWN_LOSS, CAUSAL = "compile_own_loss", "compile_causal"
-REDUCE_OVERHEAD = "reduce_overhead"
+REDUCE_OVERHEAD, GRAPH = "reduce_overhead", "graph"
 TENSORWISE, ROWWISE = "fp8_tensorwise", "fp8_rowwise"
 NAMES = {
     EAGER: "BF16 eager",
@@ -26,6 +26,7 @@ NAMES = {
     OWN_LOSS: "BF16 torch.compile, our loss",
     CAUSAL: "BF16 torch.compile, attention without a mask",
     REDUCE_OVERHEAD: "BF16 torch.compile, reduce-overhead",
+    GRAPH: "BF16 torch.compile, the step as one CUDA graph",
     TENSORWISE: "FP8 torchao tensorwise, torch.compile",
     ROWWISE: "FP8 torchao rowwise, torch.compile",
 }

@@ -91,7 +91,7 @@ REFUSED = {
     "train bench tiny --peer nope": "--peer nope",
     "train bench tiny --set layer=1": "--set layer=1",
     "train bench hf:gpt2-35m": "no model 'hf:gpt2-35m' (did you mean hf:gpt2-350m?)",
-    "train bench hf:gpt2-350m --set run=graph": "--set run=graph",
+    "train bench hf:gpt2-350m --set run=graphs": "--set run=graphs (did you mean graph?)",
     "train bench hf:gpt2-350m --set layer=1": "--set layer=1 (did you mean layers?)",
     "train bench hf:gpt2-350m --peer nope": "--peer nope: expected one of eager, compile, reduce",
     "train bench hf:gpt2-350m --recipe nope": "--recipe nope",

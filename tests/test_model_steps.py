@@ -221,14 +221,19 @@ def test_the_gradients_compared_are_of_the_ends():
 def test_a_step_is_compiled_as_its_run_says(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, mode: asked.append(mode) or model)
-    for run in cases.RUNS:
+    for run in cases.RUNS.keys() - {cases.GRAPH}:
         case = bench.case_of("hf:gpt2-124m", [*words(TINY), f"run={run}"], ["int8"], CPU)
         made = ModelSubject(case, "int8", HERE, 0)
         assert (made.variant.name, made.counts) == (run, run != "reduce_overhead")
         made.call()
-    assert asked == [None, "reduce-overhead"]
+    assert {*asked} == {None, "reduce-overhead"}
     for peer in ("compile", "reduce_overhead"):  # whatever the recipe's own run
         assert ModelSubject(case, peer, HERE, 0).variant is cases.PEERS[peer]
+
+
+def test_a_cpu_has_no_graph_of_a_step():
+    with pytest.raises(UsageError, match=r"^--set run=graph: expected a CUDA device, not cpu$"):
+        bench.case_of("hf:gpt2-124m", [*words(TINY), "run=graph"], ["int8"], CPU)
 
 
 @pytest.mark.parametrize(("word", "changes"), [("hf:gpt2-124m", TINY), ("hf:llama-8x2048", GQA)])
@@ -433,7 +438,7 @@ def test_the_whole_way_on_the_gpu():
         ours = [row for row in rows if row.role == "kernel"]
         names = [row.kernel for row in rows if row.role == "peer"]
         assert [row.kernel for row in ours] == recipes, notes
-        assert {"eager", "compile", "reduce_overhead"} <= {*names}, notes
+        assert {"eager", "compile", "reduce_overhead", "graph"} <= {*names}, notes
         for row in ours:
             assert row.ok, row.error
             assert [*row.vs_peer] == names
