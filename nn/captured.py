@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
@@ -17,6 +18,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 from jetfire.core.errors import UsageError
 from jetfire.nn.optimizer import replaying
 
+# Those that are in use.
+_LIVE: WeakSet[CapturedStep] = WeakSet()
 # Steps before the capture: the first compiles kernels, and FSDP2, the optimizer and cuBLAS must
 # have made what they keep before a graph can find it where it stays.
 LAUNCHED = 3
@@ -53,6 +56,7 @@ class CapturedStep:
         self._inputs: list[Any] = []
         self._layout: TreeSpec | None = None
         self._outputs: Any = None
+        _LIVE.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step; return what the step returns.
@@ -80,6 +84,16 @@ class CapturedStep:
     def beside(self) -> AbstractContextManager[None]:
         """Return a context whose work is on the capture's stream: for a backward of one's own."""
         return beside(self._stream)
+
+    def release(self) -> None:
+        """Let go of the graph; a later call captures anew.
+
+        Before `destroy_process_group()`: NCCL waits, for ever, until no graph holds its
+        collectives.
+        """
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = self._outputs = None
 
     def _capture(self, inputs: list[Any], layout: TreeSpec) -> None:
         for value in inputs:
@@ -109,6 +123,12 @@ class CapturedStep:
             if _kind(given) != _kind(kept):
                 raise UsageError(f"{_kind(given)}: expected {_kind(kept)}, as captured")
             kept.copy_(given, non_blocking=True)
+
+
+def release_all() -> None:
+    """Release every captured step of the process, whoever still holds it."""
+    for step in list(_LIVE):
+        step.release()
 
 
 @contextmanager
@@ -168,12 +188,18 @@ def _cause(error: BaseException) -> BaseException:
 def leave_capture(device: torch.device) -> None:
     """Have torch draw on a device again, once a capture there has failed.
 
-    Such a capture does not end for torch's generator, which then draws within a capture alone.
-    Graphs that draw and were captured before cannot be replayed after it.
+    Such a capture does not end for torch's generator, which then draws within a capture alone, and
+    lets no graph that draws be replayed. Another one that does not fail ends it. Where even that
+    does not, the generator begins anew, which graphs of before do not know.
     """
-    fresh = torch.Generator(device)
-    default = torch.cuda.default_generators[device.index]
-    default.graphsafe_set_state(fresh.graphsafe_get_state())
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+            torch.zeros(1, device=device)
+        torch.rand(1, device=device)
+    except RuntimeError:
+        fresh = torch.Generator(device)
+        default = torch.cuda.default_generators[device.index]
+        default.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:

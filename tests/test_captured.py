@@ -11,7 +11,7 @@ from torch import nn
 
 from jetfire.core.errors import UsageError
 from jetfire.nn import AdamW, CapturedStep, convert
-from jetfire.nn.captured import LAUNCHED
+from jetfire.nn.captured import LAUNCHED, release_all
 
 SCRIPT = Path(__file__).parent / "processes" / "captured.py"
 STEPS = LAUNCHED + 4
@@ -107,6 +107,46 @@ def test_what_is_returned_stays(device):
 
 
 @pytest.mark.gpu
+def test_a_step_that_was_released_is_captured_anew(device):
+    ours, theirs = Training(device), Training(device)
+    ours.losses(ours.captured)
+    theirs.losses(theirs.captured)
+    release_all()
+    assert ours.losses(ours.captured) == theirs.losses(theirs.step)
+
+
+@pytest.mark.gpu
+def test_other_graphs_leave_it_what_it_reads(device):
+    """`reduce-overhead` frees cuBLAS's workspaces: a sum over many rows, split, has one."""
+    model, same = nn.Linear(64, 128, device=device), nn.Linear(64, 128, device=device)
+    same.load_state_dict(model.state_dict())
+    x = torch.randn((16384, 64), device=device)
+
+    def training_of(model):
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        optimizer.param_groups[0]["capturable"] = True  # it has nothing else that a graph minds
+
+        def step():
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return CapturedStep(step, optimizer), step
+
+    (captured, _), (_, launched) = training_of(model), training_of(same)
+    for i in range(STEPS):
+        assert torch.equal(captured(), launched())
+        other = torch.compile(lambda x, i=i: (x @ x.T + i).relu(), mode="reduce-overhead")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            other(x[:64])
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
 def test_arguments_are_those_of_the_capture(device):
     training = Training(device)
     training.losses(training.captured)
@@ -142,6 +182,16 @@ def test_a_step_that_waits_is_named_and_others_go_on(device):
         training.losses(training.captured)
     training.waits = False
     training.losses(training.step)
+
+
+@pytest.mark.gpu
+def test_graphs_that_draw_outlive_another_s_failure(device):
+    ours, theirs, other = Training(device), Training(device), Training(device, waits=True)
+    ours.losses(ours.captured)
+    theirs.losses(theirs.step)
+    with pytest.raises(UsageError, match="cannot be captured"):
+        other.losses(other.captured)
+    assert ours.losses(ours.captured) == theirs.losses(theirs.step)
 
 
 @pytest.mark.gpu

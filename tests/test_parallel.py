@@ -202,13 +202,15 @@ def test_two_processes_train_as_one(how, one, runs):
 
 
 @pytest.mark.parametrize("recipe", ["", "-int8"], ids=["bf16", "int8"])
-def test_two_graphs_train_as_ddp(recipe, runs):
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_graphs_train_as_what_is_launched(how, recipe, runs):
     """The reduction between the gradients and the update does what DDP does within backward.
 
-    Numbers drawn are the same too. INT8 codes may flip where sums differ in their last bit.
+    FSDP2's collectives are in the one graph of its step. Numbers drawn are the same too. INT8
+    codes may flip where sums differ in their last bit.
     """
-    near = tolerance(runs / "ddp") * (5 if recipe else 1)
-    ours, theirs = runs / f"ddp-graph{recipe}", runs / f"ddp{recipe}"
+    near = tolerance(runs / how) * (5 if recipe else 1)
+    ours, theirs = runs / f"{how}-graph{recipe}", runs / f"{how}{recipe}"
     assert losses(ours) == pytest.approx(losses(theirs), rel=near)
     assert norms(ours) == pytest.approx(norms(theirs), rel=10 * near)
     assert losses(ours, "evaluation") == pytest.approx(losses(theirs, "evaluation"), rel=near)
@@ -393,7 +395,6 @@ def test_processes_of_other_profiles_are_warned_of_or_refused(runs):
     ("name", "says"),
     [
         ("none", "parallel=none: expected ddp or fsdp with 2 processes"),
-        ("graph", "graph=true: expected parallel=none or ddp, not fsdp"),
         ("fsdp-narrow", "weights=bf16 with parallel=fsdp: expected parallel=none or ddp"),
         ("compile", "compile=true: expected parallel=none or ddp, not fsdp"),
         ("watch", "watch=2: expected parallel=none or ddp, not fsdp"),

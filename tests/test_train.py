@@ -256,7 +256,7 @@ def test_a_head_as_earlier_checkpoints_had_it(recipe, head):
 
 
 def test_several_processes_steps_are_captured_only_split():
-    step = SimpleNamespace(group=Group(0, 2), split=False)
+    step = SimpleNamespace(group=Group(0, 2), split=False, sharded=False)
     with pytest.raises(ValueError, match="only if it is split"):
         graph.graphed(step)
 

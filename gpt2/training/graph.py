@@ -22,7 +22,7 @@ Advance = Callable[[Sequence[Micro]], tuple[torch.Tensor, torch.Tensor]]
 def used(settings: Settings, device: torch.device) -> bool:
     """Whether steps are replayed: where it was asked for, or was left open and can be.
 
-    A compiled model's are if that was asked for.
+    A compiled model's are if that was asked for, and so are a sharded one's.
     """
     cuda = device.type == "cuda"
     if settings.graph == "auto":
@@ -32,12 +32,21 @@ def used(settings: Settings, device: torch.device) -> bool:
     return settings.graph == "true"
 
 
+def split(settings: Settings, device: torch.device) -> bool:
+    """Whether a step is made of two parts, between which several processes' gradients are reduced.
+
+    FSDP2 reduces them within backward.
+    """
+    return used(settings, device) and settings.parallel != "fsdp"
+
+
 def graphed(step: Step) -> Advance:
     """Return what takes a step's place and replays it, once it was launched a few times.
 
-    One process's step is one graph. That of several must be made with `split`.
+    One process's step is one graph, and so is that of a sharded model, with its collectives. Any
+    other of several processes must be made with `split`.
     """
-    if step.group.world > 1:
+    if step.group.world > 1 and not step.sharded:
         return SplitStep(step)
     return CapturedStep(step, step.optimizer)
 

@@ -148,8 +148,6 @@ def check_processes(settings: Settings, world: int, told: bool) -> None:
         raise UsageError(
             f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
         )
-    if settings.graph == "true" and how == "fsdp":
-        raise UsageError("graph=true: expected parallel=none or ddp, not fsdp")
     if settings.compile and how == "fsdp":
         raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
 

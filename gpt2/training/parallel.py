@@ -24,6 +24,7 @@ from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
 from jetfire.gpt2.training.options import check_processes, torchrun
 from jetfire.gpt2.training.settings import Settings
 from jetfire.nn import check_agreement, gather_codes
+from jetfire.nn.captured import release_all
 from jetfire.nn.products import is_dtensor, own_part
 
 T = TypeVar("T")
@@ -169,9 +170,15 @@ def joined(device: str) -> Iterator[tuple[Device, Group]]:
             raise SystemExit(1) from None
         raise
     except (JetfireError, SystemExit):
-        dist.destroy_process_group()
+        _leave()
         raise
     # Not after other errors: it would wait for processes that are elsewhere.
+    _leave()
+
+
+def _leave() -> None:
+    """Leave the processes, with no graph of their collectives: an error's frames hold steps."""
+    release_all()
     dist.destroy_process_group()
 
 

@@ -87,7 +87,9 @@ class Trained:
         self.vocabulary = tokens.vocabulary
         self.model = build(settings, self.vocabulary, device)
         self.graphed = graph.used(settings, self.device)
-        self.step = Step(self.model, settings, self.device, group, split=self.graphed)
+        self.step = Step(
+            self.model, settings, self.device, group, split=graph.split(settings, self.device)
+        )
         self.advance = graph.graphed(self.step) if self.graphed else self.step
         self.peak = utilisation.peak(device)
         self.flops = self.model.shape.flops_per_token

@@ -64,6 +64,7 @@ class Step:
         split: bool = False,
     ) -> None:
         self.model, self.device, self.group, self.split = model, device, group, split
+        self.sharded = settings.parallel == "fsdp"
         if settings.weights == "bf16":
             narrow(model)
         if split:

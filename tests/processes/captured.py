@@ -11,8 +11,10 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from jetfire.nn import AdamW, CapturedStep, convert, gather_codes
+from jetfire.nn.captured import release_all
 
 STEPS = 8
+KEPT = []  # graphs that outlive their models
 
 
 def losses(how: str, device: torch.device, captured: bool) -> list[float]:
@@ -39,6 +41,7 @@ def losses(how: str, device: torch.device, captured: bool) -> list[float]:
         return loss.detach()
 
     take = CapturedStep(step, optimizer) if captured else step
+    KEPT.append(take)
     found = []
     for number in range(STEPS):
         drawn = torch.Generator().manual_seed(2 * number + distributed.get_rank())
@@ -55,6 +58,7 @@ def main() -> None:
     found = {name: losses(how, device, name == "captured") for name in ("launched", "captured")}
     if distributed.get_rank() == 0:
         torch.save(found, file)
+    release_all()  # or the next line would wait for ever
     distributed.destroy_process_group()
 
 

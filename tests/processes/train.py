@@ -136,6 +136,8 @@ def all_runs() -> None:
         runs_of("ddp-graph", "ddp", "accumulate=2,graph=true")
         begin("ddp-graph-int4", "ddp", "int4-hq-lss", "accumulate=1,graph=true")
         begin("ddp-graph-llama-int8", "ddp", "int8-block32", f"{LLAMA},head=32,graph=true")
+        begin("fsdp-graph", "fsdp", "bf16", "accumulate=2,graph=true")
+        begin("fsdp-graph-int8", "fsdp", "int8-block32", "accumulate=2,graph=true")
     for how in ("ddp", "fsdp"):
         begin(f"{how}-llama", how, "bf16", LLAMA)
     begin("fsdp-llama-int8", "fsdp", "int8-block32", f"{LLAMA},head=32")
@@ -145,7 +147,6 @@ def all_runs() -> None:
     begin("apart", "ddp", "bf16")
     command._tokens = TOKENS
     begin("none", "none", "bf16")
-    begin("graph", "fsdp", "bf16", "graph=true")
     begin("compile", "fsdp", "bf16", "compile=true")
     begin("watch", "fsdp", "int8", "watch=2")
     resume("ddp-to-none", "ddp", "none")
