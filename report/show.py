@@ -129,7 +129,8 @@ def table(rows: Sequence[Row]) -> FittedTable:
     shown = _shown(rows)
     made = Table(shown).rich(spare=SPARE)
     for text, members in _titled(rows):
-        made.add_section(text)
+        if text:  # one problem alone is named above the table
+            made.add_section(text)
         first = best(members)
         for row in members:
             texts = cells(row)
