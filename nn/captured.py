@@ -7,6 +7,7 @@ waits. A graph holds all of it, the collectives too, and is launched by one call
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -30,7 +31,8 @@ class CapturedStep:
 
     Every call takes a real step: capturing changes nothing. Parameters, gradients and the
     optimizer's state are written where they are, so that they can be read, saved or evaluated
-    between steps. What is returned is a copy. Random numbers follow torch's seed, as in the step.
+    between steps. What is returned is a copy, without a graph of autograd's. Random numbers follow
+    torch's seed, as in the step.
 
     The step may call a model that `torch.compile` has compiled (without CUDA graphs of its own) or
     `fully_shard` has sharded; every process of a sharded one makes the same calls. All backward
@@ -79,7 +81,7 @@ class CapturedStep:
         assert self._graph is not None
         with replaying(self.optimizer):
             self._graph.replay()
-        return tree_map_only(torch.Tensor, torch.clone, self._outputs)
+        return tree_map_only(torch.Tensor, lambda x: x.detach().clone(), self._outputs)
 
     def beside(self) -> AbstractContextManager[None]:
         """Return a context whose work is on the capture's stream: for a backward of one's own."""
@@ -153,14 +155,16 @@ def captured(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator
     Raises:
         UsageError: it waits for the device, or does else what no graph can hold.
     """
-    # NCCL's watchdog, a thread, asks after events, which "global" would forbid it.
-    mode = "thread_local" if torch.distributed.is_initialized() else "global"
+    handled = sys.exception()
+    # "global" would forbid other threads what they do: NCCL's watchdog asks after events, and a
+    # loader of data pins memory.
+    mode = "thread_local"
     try:
         with _own_workspaces(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
             yield
     except RuntimeError as error:
         leave_capture(stream.device)
-        reason = str(_cause(error)).partition("\n")[0]
+        reason = str(_cause(error, handled)).partition("\n")[0]
         raise UsageError(f"the step cannot be captured in a CUDA graph: {reason}") from error
 
 
@@ -178,9 +182,13 @@ def _own_workspaces() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Return what went wrong first: ending a capture says only that it has failed."""
-    while error.__context__ is not None:
+def _cause(error: BaseException, handled: BaseException | None) -> BaseException:
+    """Return what went wrong first: ending a capture says only that it has failed.
+
+    Args:
+        handled: what was handled already when the capture began.
+    """
+    while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
     return error
 

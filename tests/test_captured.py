@@ -3,14 +3,16 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from jetfire.core.errors import UsageError
-from jetfire.nn import AdamW, CapturedStep, convert
+from jetfire.nn import AdamW, CapturedStep, captured, convert
 from jetfire.nn.captured import LAUNCHED, release_all
 
 SCRIPT = Path(__file__).parent / "processes" / "captured.py"
@@ -37,6 +39,35 @@ def test_a_cpu_has_no_graphs():
     model = nn.Linear(4, 4)
     with pytest.raises(UsageError, match=r"^parameters on cpu: expected one CUDA device$"):
         CapturedStep(print, torch.optim.SGD(model.parameters(), 0.1))
+
+
+class _FailsAtItsEnd:
+    """Ends as a capture does in which something went wrong."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_what_went_wrong_first_is_named(monkeypatch):
+    """Neither that the capture has failed for it, nor what was handled before it began."""
+    monkeypatch.setattr(torch.cuda, "graph", _FailsAtItsEnd)
+    monkeypatch.setattr(captured, "_own_workspaces", nullcontext)
+    monkeypatch.setattr(captured, "leave_capture", lambda _: None)
+
+    def waits():
+        raise RuntimeError("it waited\nfor the device")
+
+    stream, said = SimpleNamespace(device=None), "in a CUDA graph: it waited$"
+    try:
+        raise KeyError("of before")
+    except KeyError:
+        with pytest.raises(UsageError, match=said), captured.captured(None, stream):
+            waits()
 
 
 @pytest.mark.gpu
@@ -136,9 +167,9 @@ def test_other_graphs_leave_it_what_it_reads(device):
 
         return CapturedStep(step, optimizer), step
 
-    (captured, _), (_, launched) = training_of(model), training_of(same)
+    (replayed, _), (_, launched) = training_of(model), training_of(same)
     for i in range(STEPS):
-        assert torch.equal(captured(), launched())
+        assert torch.equal(replayed(), launched())
         other = torch.compile(lambda x, i=i: (x @ x.T + i).relu(), mode="reduce-overhead")
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
