@@ -4,6 +4,8 @@ VENV ?= .venv
 PY ?= $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 OP ?= gemm
+# Processes of GPU tests, eight for each GPU.
+WORKERS ?= $(shell echo $$((8 * $$(nvidia-smi -L 2>/dev/null | wc -l))))
 
 # With PY set to another interpreter there is nothing to install.
 ifeq ($(PY),$(VENV)/bin/python)
@@ -45,7 +47,8 @@ test: $(INSTALLED)  ## all tests; those that need a GPU run where there is one
 	$(PY) -m pytest -q $(if $(shell command -v nvidia-smi),,-n auto --dist worksteal)
 
 test-gpu: $(INSTALLED)  ## only the tests that need a GPU, or a machine on which nothing else runs
-	$(PY) -m pytest -q -m "gpu or quiet"
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "gpu and not quiet"
+	$(PY) -m pytest -q -m quiet
 
 lint: $(INSTALLED)  ## ruff: style and formatting
 	$(PY) -m ruff check .

@@ -30,6 +30,21 @@ from jetfire.tests.quick_interpreter import quicken
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def gpus_from(turn: int, visible: str | None) -> str:
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or all where it is unset, from another one on."""
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    names = [*map(str, range(count))] if visible is None else visible.split(",")
+    first = turn % max(1, len(names))
+    return ",".join(names[first:] + names[:first])
+
+
+# Of several processes each sees all GPUs, and begins with another: a test of one takes the first.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    turn = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    if order := gpus_from(turn, os.environ.get("CUDA_VISIBLE_DEVICES")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = order
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # torch's own keeps a traceback for each kind of device that it may find later: 2.5 ms.
