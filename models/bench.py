@@ -40,7 +40,15 @@ class ModelBench(TrainingBench):
     variants: ClassVar[Mapping[str, TorchVariant]] = PEERS
 
     def _peers_of(self, case: Any) -> list[str]:
-        return [peer for peer in self.peers if peer in ADAPTED_PEERS or not case.adapters]
+        """Return the peers that a case has.
+
+        Of the two that keep a step's memory in graphs it is one, where none was named.
+        """
+        peers = [peer for peer in self.peers if peer in ADAPTED_PEERS or not case.adapters]
+        if self.chosen is None:
+            other = cases.REDUCE_OVERHEAD if case.run == cases.GRAPH else cases.GRAPH
+            peers = [peer for peer in peers if peer != other]
+        return peers
 
     def _compared(self, case: Any, name: str, ours: Tensors, theirs: Tensors) -> Deviation:
         """Compare a recipe's first call with BF16 eager's; any name may be one of attention's."""

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -377,6 +378,22 @@ def test_a_cpu_is_spared_what_is_for_a_gpu(capsys):
     assert "model_step model=hf:llama-4x4096 layers=4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("run", "chosen", "left"),
+    [
+        ("compile", None, {"graph"}),
+        ("graph", None, {"reduce_overhead"}),
+        ("compile", ("graph", "reduce_overhead"), {"compile", "fp8_tensorwise", "fp8_rowwise"}),
+    ],
+)
+def test_one_peer_keeps_a_step_s_memory_unless_both_are_named(run, chosen, left):
+    made = ModelBench(CPU, print, rounds=3, chosen=chosen)
+    made.peers = [name for name in cases.PEERS if chosen is None or name in (EAGER, *chosen)]
+    case = replace(bench.case_of("hf:gpt2-124m", words(TINY), ["int8"], CPU), run=run)
+    left |= {"compile_causal"} if chosen else set()
+    assert {*made._peers_of(case)} == {*cases.PEERS} - left
+
+
 def test_a_peer_in_fp8_needs_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     case = bench.case_of("hf:gpt2-124m", words(TINY), ["int8"], CPU)
@@ -438,7 +455,8 @@ def test_the_whole_way_on_the_gpu():
         ours = [row for row in rows if row.role == "kernel"]
         names = [row.kernel for row in rows if row.role == "peer"]
         assert [row.kernel for row in ours] == recipes, notes
-        assert {"eager", "compile", "reduce_overhead", "graph"} <= {*names}, notes
+        graphs = "graph" if run == "graph" else "reduce_overhead"
+        assert {"eager", "compile", graphs} <= {*names}, notes
         for row in ours:
             assert row.ok, row.error
             assert [*row.vs_peer] == names
