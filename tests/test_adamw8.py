@@ -141,10 +141,13 @@ def test_any_shape(device, block, m, n):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of NaN and ∞
-@pytest.mark.parametrize(("tile_n", "slices"), [(128, 1), (128, 4), (256, 2)])
-def test_slices_of_a_block(device, tile_n, slices):
+@pytest.mark.parametrize(
+    ("tile_n", "slices", "stages"),
+    [(128, 1, 1), (128, 4, 1), (256, 2, 1), (128, 8, 2), (256, 4, 3)],
+)
+def test_slices_of_a_block(device, tile_n, slices, stages):
     problem = OP.Problem(140, 300, block=128)
-    config = KERNEL.Config(128, tile_n, 16, slices=slices)
+    config = KERNEL.Config(128, tile_n, 16, slices=slices, stages=stages)
     inputs = OP.inputs(problem, device, data="outlier")
     inputs["grad"][100, 7], inputs["grad"][130, 200] = math.nan, math.inf
     check(problem, inputs, config)
@@ -197,6 +200,18 @@ def test_tiles_hold_whole_groups():
     device = Device(kind="cuda", capability=(9, 0))
     reason = KERNEL.legal(OP.Problem(64, 64), KERNEL.Config(32, 64, 4), device)
     assert reason == "tile_n=64: expected a multiple of the moments' 128"
+
+
+def test_parts_are_read_ahead_of_tiles_in_slices_that_leave_room():
+    device, problem = Device(kind="cuda", capability=(9, 0)), OP.Problem(128, 1024, block=128)
+    for slices, stages, tile_n, reason in (
+        (1, 2, 128, "stages=2: expected 1, or 2 or 3 of a tile in slices"),
+        (8, 4, 128, "stages=4: expected 1, or 2 or 3 of a tile in slices"),
+        (8, 3, 512, "stages=3 tile_n=512: expected tile_n of at most 256"),
+        (8, 3, 256, None),
+    ):
+        config = KERNEL.Config(128, tile_n, 16, slices=slices, stages=stages)
+        assert KERNEL.legal(problem, config, device) == reason
 
 
 @pytest.mark.parametrize("data", ["outlier", "gradient"])
@@ -286,10 +301,10 @@ def test_a_weight_in_bf16(device, layout, data, m, n):
     check(problem, OP.inputs(problem, device, data=data))
 
 
-@pytest.mark.parametrize(("tile_n", "slices"), [(128, 1), (128, 4), (256, 2)])
-def test_slices_of_a_block_in_bf16(device, tile_n, slices):
+@pytest.mark.parametrize(("tile_n", "slices", "stages"), [(128, 1, 1), (128, 4, 2), (256, 2, 1)])
+def test_slices_of_a_block_in_bf16(device, tile_n, slices, stages):
     problem = OP.Problem(140, 300, block=128, dtype="bf16")
-    config = KERNEL.Config(128, tile_n, 16, slices=slices)
+    config = KERNEL.Config(128, tile_n, 16, slices=slices, stages=stages)
     check(problem, OP.inputs(problem, device, data="outlier"), config)
 
 

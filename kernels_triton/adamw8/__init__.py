@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import triton
@@ -41,6 +42,17 @@ from jetfire.kernels_triton.tiles import (
     store_tile,
     tile_grid,
 )
+
+
+@dataclass(frozen=True)
+class Adamw8Config(AdamwConfig):
+    """As of AdamW; of a tile in slices, `stages` parts of the new weights are read at once.
+
+    With more than one they pass through shared memory, while the one before is rounded.
+    """
+
+    stages: int = 1
+
 
 GROUP = tl.constexpr(128)  # numbers of a row that share a scale, as in jetfire.reference.adamw8
 
@@ -180,6 +192,7 @@ def adamw8_kernel(
     LAYOUT: tl.constexpr,
     GUARDED: tl.constexpr,
     SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -238,7 +251,7 @@ def adamw8_kernel(
             PART: tl.constexpr = max(R, 32)  # rows at once: of a transpose no less than a sector
             parts: tl.constexpr = (1, TILE_N // BLOCK, BLOCK // PART)
             wide = tl.reshape(tl.broadcast_to(multiplier[:, :, None], parts), (1, TILE_N // PART))
-            for part0 in range(row0, row0 + BLOCK, PART):
+            for part0 in tl.range(row0, row0 + BLOCK, PART, num_stages=STAGES):
                 fresh = load_fresh(param_ptr, part0, col0, M, N, PART, TILE_N).to(tl.float32)
                 q = tile_codes(fresh, wide, 0, part0, col0, PART, False)
                 store_both(q, q_ptr, qt_ptr, part0, col0, M, N, LAYOUT)
@@ -254,14 +267,23 @@ class TritonAdamw8(TritonAdamw):
     """Each slice of a tile has a program of `warps` warps."""
 
     op = "adamw8"
-    choices: ClassVar = {**TritonAdamw.choices, "tile_n": (128, 256, 512, 1024)}
+    Config = Adamw8Config
+    choices: ClassVar = {
+        **TritonAdamw.choices,
+        "tile_n": (128, 256, 512, 1024),
+        "stages": (1, 2, 3),
+    }
 
-    def legal(self, problem: Any, config: AdamwConfig, device: Device) -> str | None:
+    def legal(self, problem: Any, config: Any, device: Device) -> str | None:
         if config.tile_n % GROUP.value:
             return f"tile_n={config.tile_n}: expected a multiple of the moments' 128"
+        if config.stages > 1 and (config.slices == 1 or config.stages > 3):
+            return f"stages={config.stages}: expected 1, or 2 or 3 of a tile in slices"
+        if config.stages > 1 and config.tile_n > 256:  # 64 KiB of shared memory
+            return f"stages={config.stages} tile_n={config.tile_n}: expected tile_n of at most 256"
         return super().legal(problem, config, device)
 
-    def default(self, problem: Any, device: Device) -> AdamwConfig:
+    def default(self, problem: Any, device: Device) -> Adamw8Config:
         """Return programs of eight elements per thread and 64 registers: 32 warps of an SM.
 
         Blocks of 32, 64 and 128 took 451, 497 and 497 µs, 89, 81 and 81% of a copy's bandwidth
@@ -274,9 +296,9 @@ class TritonAdamw8(TritonAdamw):
         """
         block, registers = problem.block, 80 if (device.capability or (0, 0)) >= (10, 0) else 64
         if problem.n % 16:
-            return AdamwConfig(block, 128, 8, 255, slices=block // 16)
+            return Adamw8Config(block, 128, 8, 255, slices=block // 16)
         rows = 16 if block > 32 and problem.m % 16 == 0 else 32
-        return AdamwConfig(block, 128, rows // 2, registers, slices=block // rows)
+        return Adamw8Config(block, 128, rows // 2, registers, slices=block // rows)
 
     def launches(self, problem: Any, config: AdamwConfig, device: Device) -> tuple[Launch, ...]:
         """Step in place: outputs hold the parameter and its moments before it and after it."""
@@ -287,7 +309,7 @@ class TritonAdamw8(TritonAdamw):
         return (Launch(adamw8_kernel, grid, problem, config, {"stride": "grad"}, **given),)
 
     def tensors(
-        self, problem: Any, config: AdamwConfig, inputs: Tensors, outputs: Tensors
+        self, problem: Any, config: Adamw8Config, inputs: Tensors, outputs: Tensors
     ) -> Mapping[str, Any]:
         if config.slices == 1 or problem.layout == "none":
             return {**inputs, **outputs}
