@@ -9,12 +9,11 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
-from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
-from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.gelu import accesses
 from jetfire.kernels_cuda.tiles import Access, PartsConfig
 from jetfire.reference.quantize import quantize
+from jetfire.tests.audited import together
 
 OP = registry.get("gelu")
 KERNEL = registry.get_kernel("gelu", "tiles")
@@ -29,35 +28,54 @@ def problem_of(m=8192, n=4096, **fields):
     return OP.Problem(m, n, **fields)
 
 
-def audited(problem, config, access=None):
-    try:
-        return audit(KERNEL.program(problem, config, access or accesses(problem)).cubin((9, 0)))
-    except UsageError as error:
-        pytest.skip(str(error))
+def compiled(problem, access=None):
+    """The machine code of its default config."""
+    config = KERNEL.default(problem, SM_90)
+    return KERNEL.program(problem, config, access or accesses(problem)).cubin((9, 0))
+
+
+HOW = (("fwd", "nearest"), ("fwd", "stochastic"), ("bwd", "stochastic"))
+ANYWHERE = Access(tma=False, q=1, qt=1)
+
+
+def crowded(how, approximate, out_block):
+    """Of codes in boxes and words, then of any address and size."""
+    fields = {"mode": how[0], "rounding": how[1], "approximate": approximate, "layout": "both"}
+    problem = problem_of(out_block=out_block, **fields)
+    return (problem,), (problem, ANYWHERE)
+
+
+@pytest.fixture(scope="module")
+def crowds():
+    choices = itertools.product(HOW, ("tanh", "erf"), (32, 128))
+    return together(compiled, [case for chosen in choices for case in crowded(*chosen)])
 
 
 @pytest.mark.parametrize("out_block", [32, 128])
 @pytest.mark.parametrize("approximate", ["tanh", "erf"])
-@pytest.mark.parametrize(
-    ("mode", "rounding"), [("fwd", "nearest"), ("fwd", "stochastic"), ("bwd", "stochastic")]
-)
-def test_nothing_spills(mode, rounding, approximate, out_block):
-    """Of codes in boxes and words, and of any address and size, with as many blocks as fit."""
-    fields = {"mode": mode, "rounding": rounding, "approximate": approximate, "layout": "both"}
-    problem = problem_of(out_block=out_block, **fields)
-    config = KERNEL.default(problem, SM_90)
-    found = audited(problem, config)
+@pytest.mark.parametrize(("mode", "rounding"), HOW)
+def test_nothing_spills(crowds, mode, rounding, approximate, out_block):
+    """With as many blocks as fit."""
+    found, anywhere = (crowds[case] for case in crowded((mode, rounding), approximate, out_block))
     assert (found.spills, found.stack_bytes) == (0, 0), found.registers
     assert "UTMALDG" in found.instructions
     # Address arithmetic of bytes may take a few of the registers that products have.
-    assert audited(problem, config, Access(tma=False, q=1, qt=1)).spills <= 8
+    assert anywhere.spills <= 8
+
+
+def step(mode, rounding, layout):
+    return problem_of(out_block=128, mode=mode, rounding=rounding, layout=layout)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return together(compiled, [(step(*how),) for how in STEP])
 
 
 @pytest.mark.parametrize(("mode", "rounding", "layout"), STEP)
-def test_a_look_up_is_two_instructions(mode, rounding, layout):
+def test_a_look_up_is_two_instructions(steps, mode, rounding, layout):
     """Of 64 codes per thread: an address and a load each, of bytes where codes decide."""
-    problem = problem_of(out_block=128, mode=mode, rounding=rounding, layout=layout)
-    found = audited(problem, KERNEL.default(problem, SM_90))
+    found = steps[(step(mode, rounding, layout),)]
     addresses = found.instructions["PRMT"] if mode == "fwd" else found.instructions["IDP"]
     assert found.sass.count("LDS.U8") == (64 if mode == "fwd" else 0)
     # Besides, PRMT packs codes and tables, and transposes; IDP turns 48 codes of dy to floats.
@@ -66,10 +84,9 @@ def test_a_look_up_is_two_instructions(mode, rounding, layout):
 
 
 @pytest.mark.parametrize(("mode", "rounding", "layout"), STEP)
-def test_a_tile_has_few_instructions(mode, rounding, layout):
+def test_a_tile_has_few_instructions(steps, mode, rounding, layout):
     """All of the code, with what is done once and what is seldom done, per each of 64 codes."""
-    problem = problem_of(out_block=128, mode=mode, rounding=rounding, layout=layout)
-    found = audited(problem, KERNEL.default(problem, SM_90))
+    found = steps[(step(mode, rounding, layout),)]
     assert sum(found.instructions.values()) / 64 < (28 if mode == "bwd" else 20)
 
 

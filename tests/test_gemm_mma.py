@@ -17,6 +17,7 @@ from jetfire.kernels_cuda.gemm.mma import MmaConfig
 from jetfire.kernels_cuda.mma_tiles import Access
 from jetfire.reference.gemm import gemm
 from jetfire.reference.quantize import quantize
+from jetfire.tests.audited import together
 
 BLOCKS = (32, 64, 128)
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
@@ -59,10 +60,14 @@ KERNEL, OP = registry.get_kernel("gemm", "mma"), registry.get("gemm")
 ALIGNED = Access(qt=True)
 
 
+def cubin_of(problem, config, capability=(8, 0), access=ALIGNED):
+    return KERNEL.program(problem, config, access).cubin(capability)
+
+
 def compiled(problem, config, capability, access=ALIGNED):
     """Its audit, or skip where it cannot be compiled or read."""
     try:
-        return audit(KERNEL.program(problem, config, access).cubin(capability))
+        return audit(cubin_of(problem, config, capability, access))
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -105,19 +110,35 @@ def test_no_output_and_no_alignment_spills(capability, fields, access):
     assert found.instructions["IMMA"] > 0
 
 
-@pytest.mark.parametrize(("block", "out_block"), UNEQUAL)
-def test_codes_in_other_blocks_do_not_spill(block, out_block):
+def unequal(block, out_block):
     problem = OP.Problem(4096, 4096, 4096, block=block, out_block=out_block, **STOCHASTIC)
-    config = KERNEL.default(problem, target_device((8, 0)))
+    return problem, KERNEL.default(problem, target_device((8, 0)))
+
+
+@pytest.fixture(scope="module")
+def unequals():
+    return together(cubin_of, itertools.starmap(unequal, UNEQUAL))
+
+
+@pytest.mark.parametrize(("block", "out_block"), UNEQUAL)
+def test_codes_in_other_blocks_do_not_spill(unequals, block, out_block):
+    problem, config = unequal(block, out_block)
     assert KERNEL.legal(problem, config, target_device((8, 0))) is None
-    assert compiled(problem, config, (8, 0)).spills == 0
+    assert unequals[problem, config].spills == 0
+
+
+OF_FAMILIES = OP.Problem(4096, 4096, 4096, block=32)
+
+
+@pytest.fixture(scope="module")
+def families():
+    return together(cubin_of, [(OF_FAMILIES, config) for config in CONFIGS])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_each_family_compiles_without_spills(config):
-    problem = OP.Problem(4096, 4096, 4096, block=32)
-    assert KERNEL.legal(problem, config, target_device((8, 0))) is None
-    assert compiled(problem, config, (8, 0)).spills == 0
+def test_each_family_compiles_without_spills(families, config):
+    assert KERNEL.legal(OF_FAMILIES, config, target_device((8, 0))) is None
+    assert families[OF_FAMILIES, config].spills == 0
 
 
 def test_what_a_launch_runs_can_be_audited():

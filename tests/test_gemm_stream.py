@@ -12,7 +12,6 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
-from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.compile import ROOT
 from jetfire.kernels_cuda.gemm import cost, wgmma
@@ -24,6 +23,7 @@ from jetfire.kernels_cuda.gemm.config import (
 )
 from jetfire.reference.gemm import fma, gemm_float64, gemm_telescoped
 from jetfire.reference.quantize import quantize, spread
+from jetfire.tests.audited import together
 
 OP = registry.get("gemm")
 KERNEL = registry.get_kernel("gemm", "wgmma")
@@ -219,15 +219,29 @@ def test_every_output_can_be_streamed(block, options):
     assert KERNEL.space(problem, HOPPER)["stream"] == (False, True)
 
 
+def streamed(options, schedule_name):
+    problem = OP.Problem(256, 512, 4096, block=32, **options)
+    return problem, WgmmaConfig(groups=2, stages=3, stream=True, schedule=schedule_name)
+
+
+def compiled(problem, config):
+    (cubin,) = KERNEL.cubins(problem, config, (9, 0))
+    return cubin
+
+
+@pytest.fixture(scope="module")
+def audits():
+    cases = itertools.starmap(streamed, itertools.product(OUTPUTS, ("exact", "telescoped")))
+    return together(compiled, [case for case in cases if KERNEL.legal(*case, HOPPER) is None])
+
+
 @pytest.mark.parametrize("schedule_name", ["exact", "telescoped"])
 @pytest.mark.parametrize("options", OUTPUTS, ids=str)
-def test_no_register_spills_where_tiles_are_multiplied(options, schedule_name):
-    problem = OP.Problem(256, 512, 4096, block=32, **options)
-    config = WgmmaConfig(groups=2, stages=3, stream=True, schedule=schedule_name)
+def test_no_register_spills_where_tiles_are_multiplied(audits, options, schedule_name):
+    problem, config = streamed(options, schedule_name)
     if (reason := KERNEL.legal(problem, config, HOPPER)) is not None:
         pytest.skip(reason)
-    (cubin,) = KERNEL.cubins(problem, config, (9, 0))
-    found = re.findall(r"\b(?:IGMMA|LDL|STL)\b", audit(cubin).sass)
+    found = re.findall(r"\b(?:IGMMA|LDL|STL)\b", audits[problem, config].sass)
     first, last = found.index("IGMMA"), found[::-1].index("IGMMA")
     assert set(found[first : len(found) - last]) == {"IGMMA"}
     # One value of a thread, beside the elements of C that a 16-bit accumulation holds.

@@ -15,6 +15,7 @@ from jetfire.core.launch import verify
 from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
 from jetfire.kernels_cuda.mma_tiles import Access
+from jetfire.tests.audited import together
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 CAPABILITIES = (AMPERE, (8, 6), ADA, HOPPER)
@@ -52,10 +53,14 @@ KERNEL, OP = registry.get_kernel("int4_gemm", "mma"), registry.get("int4_gemm")
 ALIGNED = Access()
 
 
+def cubin_of(problem, config, capability=AMPERE, access=ALIGNED):
+    return KERNEL.program(problem, config, access).cubin(capability)
+
+
 def compiled(problem, config, capability, access=ALIGNED):
     """Its audit, or skip where it cannot be compiled or read."""
     try:
-        return audit(KERNEL.program(problem, config, access).cubin(capability))
+        return audit(cubin_of(problem, config, capability, access))
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -96,13 +101,20 @@ def test_no_output_and_no_alignment_spills(fields, access):
     assert found.instructions["IMMA"] == 128
 
 
-@pytest.mark.parametrize(
-    ("config", "fields"), list(zip(CONFIGS, itertools.cycle(OPTIONS))), ids=str
-)
-def test_each_family_compiles_without_spills(config, fields):
+FAMILIES = list(zip(CONFIGS, itertools.cycle(OPTIONS)))
+
+
+@pytest.fixture(scope="module")
+def families():
+    cases = [(OP.Problem(4096, 4096, 4096, **fields), config) for config, fields in FAMILIES]
+    return together(cubin_of, cases)
+
+
+@pytest.mark.parametrize(("config", "fields"), FAMILIES, ids=str)
+def test_each_family_compiles_without_spills(families, config, fields):
     problem = OP.Problem(4096, 4096, 4096, **fields)
     assert KERNEL.legal(problem, config, target_device(AMPERE)) is None
-    assert compiled(problem, config, AMPERE).spills == 0
+    assert families[problem, config].spills == 0
 
 
 def test_what_a_launch_runs_can_be_audited():

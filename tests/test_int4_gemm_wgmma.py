@@ -11,7 +11,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
-from jetfire.core.machine_code import audit
+from jetfire.core.machine_code import audits
 from jetfire.kernels_cuda.int4_gemm import wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 
@@ -36,7 +36,7 @@ def compiled(problem, config):
     """Audits by function, or skip where nothing can be compiled or read."""
     assert KERNEL.legal(problem, config, HOPPER) is None
     try:
-        return {found.name: found for found in map(audit, KERNEL.cubins(problem, config, (9, 0)))}
+        return {found.name: found for found in audits(KERNEL.cubins(problem, config, (9, 0)))}
     except UsageError as error:
         pytest.skip(str(error))
 

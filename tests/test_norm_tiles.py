@@ -11,7 +11,7 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, launch, verify
-from jetfire.core.machine_code import audit, audits
+from jetfire.core.machine_code import audits
 from jetfire.kernels_cuda.norm_tiles import (
     PREFIXES,
     NormTilesConfig,
@@ -19,6 +19,7 @@ from jetfire.kernels_cuda.norm_tiles import (
     blocks_per_strip,
 )
 from jetfire.kernels_cuda.tiles import Access
+from jetfire.tests.audited import together
 
 SM_90 = target_device((9, 0))
 BLOCKS = (32, 64, 128)
@@ -55,22 +56,29 @@ def compiled(form, which, problem, config, access=None):
         pytest.skip(str(error))
 
 
-def audited(*asked):
-    return audit(compiled(*asked))
-
-
-@pytest.mark.parametrize("out_block", BLOCKS)
-@pytest.mark.parametrize("warps", [8, 16])
-def test_nothing_spills(form, warps, out_block):
-    """Of codes in boxes and words, and of any address and size, with as many blocks as fit."""
+def crowded(form, warps, out_block):
+    """Both functions of codes in boxes and words, then of any address and size."""
     problem = problem_of(form, out_block=out_block, layout="both", rounding="stochastic")
     config = kernel_of(form).default(problem, SM_90)
     if warps == 16:
         config = dataclasses.replace(config, warps=16, resident=1, sums_resident=1)
     ragged = problem_of(form, 8191, 1021, out_block=out_block, layout="both")
     odd = Access(tma=False, stream=2, q=1, qt=1)
-    even = [compiled(form, which, problem, config) for which in PREFIXES]
-    found = audits([*even, *(compiled(form, which, ragged, config, odd) for which in PREFIXES)])
+    even = [(form, which, problem, config, None) for which in PREFIXES]
+    return [*even, *((form, which, ragged, config, odd) for which in PREFIXES)]
+
+
+@pytest.fixture(scope="module")
+def crowds():
+    choices = itertools.product(FORMS, (8, 16), BLOCKS)
+    return together(compiled, [case for chosen in choices for case in crowded(*chosen)])
+
+
+@pytest.mark.parametrize("out_block", BLOCKS)
+@pytest.mark.parametrize("warps", [8, 16])
+def test_nothing_spills(crowds, form, warps, out_block):
+    """With as many blocks as fit."""
+    found = [crowds[case] for case in crowded(form, warps, out_block)]
     for one in found[:2]:
         assert (one.spills, one.stack_bytes) == (0, 0), one.registers
         assert "UTMALDG" in one.instructions
@@ -78,10 +86,20 @@ def test_nothing_spills(form, warps, out_block):
     assert [one.spills <= 8 for one in found[2:]] == [True, True]
 
 
-@pytest.mark.parametrize(("layout", "rounding"), LAYOUTS)
-def test_no_layout_or_rounding_spills(form, layout, rounding):
+def laid_out(form, layout, rounding):
     problem = problem_of(form, layout=layout, rounding=rounding)
-    found = audited(form, "gradient", problem, kernel_of(form).default(problem, SM_90))
+    return form, "gradient", problem, kernel_of(form).default(problem, SM_90)
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    choices = itertools.product(FORMS, LAYOUTS)
+    return together(compiled, [laid_out(form, *layout) for form, layout in choices])
+
+
+@pytest.mark.parametrize(("layout", "rounding"), LAYOUTS)
+def test_no_layout_or_rounding_spills(layouts, form, layout, rounding):
+    found = layouts[laid_out(form, layout, rounding)]
     assert found.spills == 0, found.registers
 
 
@@ -89,7 +107,7 @@ def test_a_tile_has_few_instructions(form):
     """All of the code, with what is done once, per each of a thread's 32 or 64 codes in it."""
     problem = problem_of(form, layout="both", rounding="stochastic")
     config = kernel_of(form).default(problem, SM_90)
-    sums, gradient = (audited(form, which, problem, config) for which in PREFIXES)
+    sums, gradient = audits([compiled(form, which, problem, config) for which in PREFIXES])
     assert sum(sums.instructions.values()) / 32 < 31
     assert sum(gradient.instructions.values()) / 64 < 44
 

@@ -9,10 +9,9 @@ import torch
 
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
-from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, launch, verify
-from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.tiles import Access, PartsConfig
+from jetfire.tests.audited import together
 
 SM_90 = target_device((9, 0))
 BLOCKS = (32, 64, 128)
@@ -32,21 +31,29 @@ def problem_of(name, m=8192, n=1024, **fields):
     return registry.get(name).Problem(m, n, **{"block": 128, "layout": "both", **fields})
 
 
-def audited(name, problem, config, access=WORDS):
-    try:
-        return audit(kernel_of(name).program(problem, config, access).cubin((9, 0)))
-    except UsageError as error:
-        pytest.skip(str(error))
+def compiled(name, problem, config, access=WORDS):
+    return kernel_of(name).program(problem, config, access).cubin((9, 0))
+
+
+def crowded(layout, rounding, warps):
+    """With as many blocks as fit an SM, where registers hold most and where they hold least."""
+    block, config = (128, PartsConfig(8, 2, 3)) if warps == 8 else (32, PartsConfig(16, 2, 2))
+    problem = problem_of("quantize", block=block, layout=layout, rounding=rounding)
+    return "quantize", problem, config
+
+
+@pytest.fixture(scope="module")
+def crowds():
+    choices = itertools.product(FORMS, (8, 16))
+    return together(compiled, [crowded(*form, warps) for form, warps in choices])
 
 
 @pytest.mark.parametrize("warps", [8, 16])
 @pytest.mark.parametrize(("layout", "rounding"), FORMS)
-def test_nothing_spills(layout, rounding, warps):
-    """With as many blocks as fit an SM, where registers hold most and where they hold least."""
-    block, config = (128, PartsConfig(8, 2, 3)) if warps == 8 else (32, PartsConfig(16, 2, 2))
-    problem = problem_of("quantize", block=block, layout=layout, rounding=rounding)
-    assert kernel_of("quantize").legal(problem, config, SM_90) is None
-    found = audited("quantize", problem, config)
+def test_nothing_spills(crowds, layout, rounding, warps):
+    name, problem, config = crowded(layout, rounding, warps)
+    assert kernel_of(name).legal(problem, config, SM_90) is None
+    found = crowds[name, problem, config]
     assert (found.spills, found.stack_bytes) == (0, 0), found.registers
     assert "UTMALDG" in found.instructions
     # All of the code, with what is done once, per each of a thread's numbers in a turn.
@@ -58,7 +65,8 @@ def test_nothing_spills(layout, rounding, warps):
 def test_nor_does_it_at_any_address_or_of_three(name, access):
     """Of bytes at most a few registers: their addresses take some that products have."""
     problem = problem_of(name, rounding="stochastic")
-    found = audited(name, problem, kernel_of(name).default(problem, SM_90), access)
+    case = name, problem, kernel_of(name).default(problem, SM_90), access
+    found = together(compiled, [case])[case]
     assert found.spills <= (0 if access == WORDS else 8), found.registers
 
 

@@ -1,0 +1,21 @@
+"""Audits that many tests ask for one at a time, made together."""
+
+import pytest
+
+from jetfire.core.errors import UsageError
+from jetfire.core.machine_code import audits
+
+
+def together(cubin_of, cases):
+    """Return the audit of each case's function by the case; skip where none can be made.
+
+    nvdisasm takes 0.2 s to begin, which is more than it takes for most functions.
+
+    Args:
+        cubin_of: compiles one case, whose parts are its arguments.
+    """
+    cases = list(dict.fromkeys(cases))
+    try:
+        return dict(zip(cases, audits([cubin_of(*case) for case in cases]), strict=True))
+    except UsageError as error:
+        pytest.skip(str(error))
