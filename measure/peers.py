@@ -177,6 +177,29 @@ def int4_gemm(m: int, n: int, k: int, device: torch.device) -> dict[str, Factory
     }
 
 
+def codes(problem: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return x (m×n) as INT8 codes and scales by plain torch, in the dtype that x has.
+
+    The problem says the block and the layout, and the rounding where it is not to nearest.
+    """
+    import torch
+
+    block = problem.block
+    m, n = x.shape
+    padded = torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
+    tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+    scale = tiles.abs().amax(dim=(1, 3), keepdim=True).float() / 127
+    codes = tiles / scale
+    if getattr(problem, "rounding", "nearest") == "stochastic":
+        codes = (codes + torch.rand_like(codes)).floor()
+    q = codes.round().to(torch.int8).view(padded.shape)[:m, :n]
+    scale = scale[:, 0, :, 0]
+    if problem.layout == "q":
+        return q, scale
+    transposed = q.t().contiguous(), scale.t().contiguous()
+    return transposed if problem.layout == "qt" else (q, scale, *transposed)
+
+
 def both(first: dict[str, Factory], second: dict[str, Factory]) -> dict[str, Factory]:
     """Return the peers that two problems share, each with both calls as one."""
 

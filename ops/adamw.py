@@ -23,10 +23,10 @@ from jetfire.core.tensors import (
     quantized,
     with_transpose,
 )
+from jetfire.measure import peers
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp, draw
-from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,14 +153,10 @@ class Adamw(StandardOp):
     def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
         step, param = self.fused(problem, inputs)
-        dtype: Any = getattr(problem, "dtype", "fp32")
-        codes = QuantizeProblem(
-            problem.m, problem.n, block=problem.block, dtype=dtype, layout=problem.layout
-        )
 
         def eager() -> Any:
             step()
-            return in_torch(codes, param)
+            return peers.codes(problem, param)
 
         return eager
 

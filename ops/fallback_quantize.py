@@ -13,9 +13,9 @@ from jetfire.core.arguments import checked
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, FloatName, Layout, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, with_transpose
+from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
-from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,20 +73,19 @@ class FallbackQuantize(StandardOp):
         return with_transpose(q, scale) | with_transpose(r, r_scale, "r")
 
     def eager(self, problem: FallbackQuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Return that of `quantize`, once more of what its codes miss."""
+        """Return plain torch's codes, and those of what they miss."""
         import torch
 
         from jetfire.reference.quantize import spread
 
         x, threshold, block = inputs["x"], inputs["threshold"], problem.block
-        plain = QuantizeProblem(problem.m, problem.n, block=block, layout=problem.layout)
 
         def run() -> tuple[Tensor, ...]:
-            first = in_torch(plain, x)
+            first = peers.codes(problem, x)
             q, scale = (part.t() for part in first) if problem.layout == "qt" else first[:2]
             falls = spread(127 * scale > threshold, block, *x.shape)
             missed = torch.where(falls, x - q * spread(scale, block, *x.shape), 0.0)
-            return *first, *in_torch(plain, missed)
+            return *first, *peers.codes(problem, missed)
 
         return run
 

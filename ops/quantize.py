@@ -22,6 +22,7 @@ from jetfire.core.tensors import (
     seed_of,
     with_transpose,
 )
+from jetfire.measure import peers
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
@@ -72,27 +73,7 @@ class Quantize(StandardOp):
 
     def eager(self, problem: QuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the same quantisation as plain torch writes it, in the input's own dtype."""
-        return lambda: in_torch(problem, inputs["x"])
-
-
-def in_torch(problem: QuantizeProblem, x: Tensor) -> tuple[Tensor, ...]:
-    """Return the codes of x by plain torch, in the problem's block, rounding and layout."""
-    import torch
-
-    block = problem.block
-    m, n = x.shape
-    padded = torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
-    tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
-    scale = tiles.abs().amax(dim=(1, 3), keepdim=True).float() / 127
-    codes = tiles / scale
-    if problem.rounding == "stochastic":
-        codes = (codes + torch.rand_like(codes)).floor()
-    q = codes.round().to(torch.int8).view(padded.shape)[:m, :n]
-    scale = scale[:, 0, :, 0]
-    if problem.layout == "q":
-        return q, scale
-    transposed = q.t().contiguous(), scale.t().contiguous()
-    return transposed if problem.layout == "qt" else (q, scale, *transposed)
+        return lambda: peers.codes(problem, inputs["x"])
 
 
 OP = Quantize()

@@ -11,14 +11,14 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Mode, Rounding
+from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
+from jetfire.measure import peers
 from jetfire.measure.bounds import overflows, worst
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp, unrounded
 from jetfire.ops.cross_entropy import OP as CROSS_ENTROPY
 from jetfire.ops.cross_entropy import ULP, CrossEntropyProblem, labelled
-from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +33,16 @@ LARGE = 2.0**7  # a probability of 2^120 may overflow before its factor makes it
 
 
 @dataclass(frozen=True)
-class QuantizeDlogitsProblem(QuantizeProblem):
+class QuantizeDlogitsProblem(Problem):
     """logits (m×n, `dtype`), targets, lse and dloss to the codes of the loss's gradient.
 
     Columns from `valid` on (if there are any) are padding: their gradient is 0.
     """
 
+    block: Block = 32
+    dtype: FloatName = "bf16"
+    rounding: Rounding = "nearest"
+    layout: Layout = "q"
     valid: int | None = None
 
     @property
@@ -122,9 +126,9 @@ class QuantizeDlogits(StandardOp):
         )
 
     def eager(self, problem: QuantizeDlogitsProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Return torch's own gradient in the logits' dtype, and `quantize`'s codes of it."""
+        """Return torch's own gradient in the logits' dtype, and plain torch's codes of it."""
         gradient = CROSS_ENTROPY.eager(problem.loss, inputs)
-        return lambda: in_torch(problem, gradient())
+        return lambda: peers.codes(problem, gradient())
 
 
 OP = QuantizeDlogits()

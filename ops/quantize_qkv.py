@@ -11,10 +11,10 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Layout, Rounding
+from jetfire.core.problem import Block, FloatName, Layout, Problem, Rounding
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, quantized, seed_of, with_transpose
+from jetfire.measure import peers
 from jetfire.measure.op import StandardOp
-from jetfire.ops.quantize import QuantizeProblem, in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +25,13 @@ PARTS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
-class QuantizeQkvProblem(QuantizeProblem):
+class QuantizeQkvProblem(Problem):
     """query, key and value (each m×n, `dtype`) to the codes of the m×3n matrix of all three."""
+
+    block: Block = 32
+    dtype: FloatName = "bf16"
+    rounding: Rounding = "nearest"
+    layout: Layout = "q"
 
 
 class QuantizeQkv(StandardOp):
@@ -38,15 +43,15 @@ class QuantizeQkv(StandardOp):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": model.tokens, "n": model.width}]
 
-    def reads(self, problem: QuantizeProblem) -> Specs:
+    def reads(self, problem: QuantizeQkvProblem) -> Specs:
         part = Spec(problem.dtype, (problem.m, problem.n))
         return dict.fromkeys(PARTS, part) | seed_of(problem)
 
-    def writes(self, problem: QuantizeProblem) -> Specs:
+    def writes(self, problem: QuantizeQkvProblem) -> Specs:
         columns = len(PARTS) * problem.n
         return quantized(problem.m, columns, problem.block, layout=problem.layout)
 
-    def reference(self, problem: QuantizeProblem, inputs: Tensors) -> Tensors:
+    def reference(self, problem: QuantizeQkvProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.quantize_qkv import quantize_qkv
 
         query, key, value = (inputs[name] for name in PARTS)
@@ -54,12 +59,12 @@ class QuantizeQkv(StandardOp):
         codes = quantize_qkv(query, key, value, problem.block, problem.rounding, seed)
         return with_transpose(*codes)
 
-    def eager(self, problem: QuantizeProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Return that of `quantize`, after the copy that puts the three side by side."""
+    def eager(self, problem: QuantizeQkvProblem, inputs: Tensors) -> Callable[[], Any]:
+        """Return plain torch's codes, after the copy that puts the three side by side."""
         import torch
 
         parts = [inputs[name] for name in PARTS]
-        return lambda: in_torch(problem, torch.cat(parts, dim=1))
+        return lambda: peers.codes(problem, torch.cat(parts, dim=1))
 
 
 OP = QuantizeQkv()

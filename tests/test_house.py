@@ -196,14 +196,11 @@ NAMED = {
     "ops/bit_split_codes.py": ["bit_split"],
     "ops/hadamard_quantize_codes.py": ["hadamard_quantize"],
     # Ops that are defined by what another quantises. And a peer and a field that have an op's name.
-    "ops/adamw.py": ["quantize"],
     "ops/adamw8.py": ["adamw"],
     "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
-    "ops/fallback_quantize.py": ["quantize"],
     "ops/gather_rows.py": ["transpose"],
     "ops/hadamard_unpack.py": ["hadamard_pack"],
-    "ops/quantize_dlogits.py": ["cross_entropy", "quantize"],
-    "ops/quantize_qkv.py": ["quantize"],
+    "ops/quantize_dlogits.py": ["cross_entropy"],
 }
 
 
