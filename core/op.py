@@ -74,6 +74,19 @@ class Model:
             (self.width, self.hidden),
         ]
 
+    def inputs(self) -> list[dict[str, int]]:
+        """Return the shapes of these layers' inputs, each once."""
+        return [{"m": self.tokens, "n": n} for n in dict.fromkeys(n for _, n in self.linears())]
+
+    def outputs(self) -> list[dict[str, int]]:
+        """Return the shapes of these layers' outputs, each once."""
+        return [{"m": self.tokens, "n": n} for n in dict.fromkeys(n for n, _ in self.linears())]
+
+    def operands(self) -> list[dict[str, int]]:
+        """Return the shapes of these layers' inputs and of their weights, each once."""
+        pairs = ((rows, n) for out, n in self.linears() for rows in (self.tokens, out))
+        return [{"m": m, "n": n} for m, n in dict.fromkeys(pairs)]
+
 
 @dataclass(frozen=True)
 class Tuning:

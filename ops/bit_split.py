@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import FloatName, Problem
+from jetfire.core.problem import FloatName
 from jetfire.core.suites import COMPILED, STEADY_MS, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors
+from jetfire.measure.int4 import Bits, SplitProblem, split_in_torch
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["int4_bit_split"]
 
-Bits = Literal[8, 4]
-
 
 @dataclass(frozen=True)
-class BitSplitProblem(Problem):
+class BitSplitProblem(SplitProblem):
     """x (m×n, `dtype`) to packed codes of `bits` bits, their unit and each row's Σ codes².
 
     8 bits are two parts, x ≈ unit·(14·hi + lo), the low one rounded stochastically; 4 are one,
@@ -40,16 +38,6 @@ class BitSplitProblem(Problem):
     dtype: FloatName = "bf16"
     bits: Bits = 8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n % 2:
-            raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
-
-    @property
-    def rows(self) -> int:
-        """Rows of the codes."""
-        return self.m * (2 if self.bits == 8 else 1)
-
 
 class BitSplit(StandardOp):
     name = "bit_split"
@@ -58,8 +46,7 @@ class BitSplit(StandardOp):
     same_bits_over = "kernels"
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        widths = dict.fromkeys(out for out, _ in model.linears())
-        return [{"m": model.tokens, "n": width} for width in widths]
+        return model.outputs()
 
     def reads(self, problem: BitSplitProblem) -> Specs:
         seed: Specs = {"seed": Spec("int64", (1,))} if problem.bits == 8 else {}
@@ -85,26 +72,7 @@ class BitSplit(StandardOp):
 
     def eager(self, problem: BitSplitProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the same as plain torch writes it, in the input's own dtype."""
-        return lambda: in_torch(problem.bits, inputs["x"])
-
-
-def in_torch(bits: Bits, x: Tensor) -> tuple[Tensor, ...]:
-    """Return packed codes, unit and squares by plain torch."""
-    import torch
-
-    from jetfire.reference.bit_split import HIGH, LARGEST, MOST
-    from jetfire.reference.nibbles import pack
-
-    unit = x.abs().amax() / MOST[bits]
-    v = x / unit
-    if bits == 4:
-        codes = v.round()
-    else:
-        high = (v / HIGH).round()
-        low = (v - HIGH * high + torch.rand_like(v)).floor()
-        codes = torch.cat([high, low])
-    q = codes.clamp(-LARGEST, LARGEST).to(torch.int8)
-    return pack(q), unit, codes.square().sum(dim=1, dtype=torch.float32)
+        return lambda: split_in_torch(problem.bits, inputs["x"])
 
 
 OP = BitSplit()

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Problem
+from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized, Quantized4, Spec, Specs, Tensors, quantized
+from jetfire.measure.int4 import Bits, SplitProblem, split_in_torch
 from jetfire.measure.op import StandardOp
-from jetfire.ops.bit_split import Bits, in_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,7 @@ __all__ = ["int4_bit_split_codes"]
 
 
 @dataclass(frozen=True)
-class BitSplitCodesProblem(Problem):
+class BitSplitCodesProblem(SplitProblem):
     """(q, scale) of an m×n tensor to packed codes of `bits` bits, unit and each row's Σ codes².
 
     As `BitSplitProblem`, but for the unit: the largest scale over 98/127, or with 4 bits 7/127.
@@ -31,16 +30,6 @@ class BitSplitCodesProblem(Problem):
 
     block: Block = 32
     bits: Bits = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n % 2:
-            raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
-
-    @property
-    def rows(self) -> int:
-        """Rows of the codes."""
-        return self.m * (2 if self.bits == 8 else 1)
 
 
 class BitSplitCodes(StandardOp):
@@ -51,8 +40,7 @@ class BitSplitCodes(StandardOp):
     untuned = True
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        widths = dict.fromkeys(out for out, _ in model.linears())
-        return [{"m": model.tokens, "n": width} for width in widths]
+        return model.outputs()
 
     def reads(self, problem: BitSplitCodesProblem) -> Specs:
         seed: Specs = {"seed": Spec("int64", (1,))} if problem.bits == 8 else {}
@@ -75,7 +63,7 @@ class BitSplitCodes(StandardOp):
         from jetfire.reference.dequantize import dequantize
 
         x = dequantize(inputs["q"], inputs["scale"], problem.block).bfloat16()
-        return lambda: in_torch(problem.bits, x)
+        return lambda: split_in_torch(problem.bits, x)
 
 
 OP = BitSplitCodes()

@@ -37,8 +37,7 @@ class ColumnSum(StandardOp):
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("sums",)}
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        widths = dict.fromkeys(out for out, _ in model.linears())
-        return [{"m": model.tokens, "n": width} for width in widths]
+        return model.outputs()
 
     def reads(self, problem: ColumnSumProblem) -> Specs:
         return quantized(problem.m, problem.n, problem.block, layout="qt")

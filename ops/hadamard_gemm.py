@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-from jetfire.core.errors import UsageError
 from jetfire.core.op import SameBits
 from jetfire.core.problem import Group, Mode, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div, dtype_of
 from jetfire.measure import peers
 from jetfire.measure.data import Source
+from jetfire.measure.int4 import even, first_step, step_gradient, whole_groups
 from jetfire.measure.op import StandardOp
 from jetfire.measure.peers import Factory
-from jetfire.ops.hadamard_quantize import first_step, step_gradient, whole_groups
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class HadamardGemmProblem(Problem):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole_groups("k", self.k, self.group)
-        if self.mode == "bwd" and self.n % 2:
-            raise UsageError(f"n={self.n}: expected an even number, of two codes a byte")
+        if self.mode == "bwd":
+            even("n", self.n)
 
 
 class HadamardGemm(StandardOp):

@@ -11,8 +11,9 @@ from jetfire.core.arguments import checked
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Problem
-from jetfire.core.tensors import Spec, Specs, Tensors, ceil_div
+from jetfire.core.tensors import Spec, Specs, Tensors
 from jetfire.measure.data import Source
+from jetfire.measure.int4 import packed_specs
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class HadamardPack(StandardOp):
     untuned = True
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        return inputs_of_layers(model)
+        return model.inputs()
 
     def reads(self, problem: HadamardPackProblem) -> Specs:
         return {"q": Spec("int8", (problem.m, problem.n)), "seed": Spec("int64", (1,))}
@@ -73,18 +74,6 @@ class HadamardPack(StandardOp):
             return pack(codes.to(torch.int8).flatten(1)), step
 
         return run
-
-
-def inputs_of_layers(model: Model) -> list[dict[str, int]]:
-    """Return the shapes of the inputs of a block's linear layers."""
-    widths = dict.fromkeys(inputs for _, inputs in model.linears())
-    return [{"m": model.tokens, "n": width} for width in widths]
-
-
-def packed_specs(m: int, n: int) -> Specs:
-    """Return the specs of an m×n matrix's packed codes and steps."""
-    groups = ceil_div(n, 32)
-    return {"packed": Spec("int8", (m, 16 * groups)), "steps": Spec("int8", (m, groups))}
 
 
 OP = HadamardPack()

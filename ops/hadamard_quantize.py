@@ -18,8 +18,14 @@ from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Codes, FloatName, Group, Mode, Problem
 from jetfire.core.suites import COMPILED, STEADY_MS, Exported, Timed
 from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of
-from jetfire.measure.bounds import higham, of_sum
 from jetfire.measure.data import Source
+from jetfire.measure.int4 import (
+    codes_in_torch,
+    first_step,
+    step_gradient,
+    transformed,
+    whole_groups,
+)
 from jetfire.measure.op import StandardOp
 
 if TYPE_CHECKING:
@@ -28,10 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["int4_quantize", "int4_quantize_backward"]
 
 Given = Literal["codes", "x"]
-
-# A sum of a row in fp32: within a tile of at most 64 elements, then over a row's tiles, which have
-# at least 32, then across threads.
-TILE, LEAST_TILE = 64, 32
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,6 @@ class HadamardQuantizeProblem(Problem):
         whole_groups("n", self.n, self.group)
 
 
-def whole_groups(name: str, size: int, group: int) -> None:
-    """Have a size be even and a multiple of the group.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if size % 2:
-        raise UsageError(f"{name}={size}: expected an even number, of two codes a byte")
-    if size % group:
-        most = min(size & -size, 1024)
-        expected = f"a power of two that divides {name}={size}, at most {most}"
-        raise UsageError(f"group={group}: expected {expected}")
-
-
 class HadamardQuantize(StandardOp):
     name = "hadamard_quantize"
     summary = "Hadamard transform and learned step to 4-bit codes, and the gradient"
@@ -86,9 +74,7 @@ class HadamardQuantize(StandardOp):
     modes = ("fwd", "bwd")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        """Return the inputs of a block's linear layers, and their weights."""
-        pairs = [(rows, inp) for out, inp in model.linears() for rows in (model.tokens, out)]
-        return [{"m": m, "n": n} for m, n in dict.fromkeys(pairs)]
+        return model.operands()
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return whole groups."""
@@ -211,9 +197,9 @@ class HadamardQuantize(StandardOp):
             return []
         one = torch.ones(1, dtype=torch.float64, device=device)
         step = inputs["step"].double() if given else one
-        x = inputs["x"].double() if given else _transformed(unpack(inputs["q"]).double(), h)
+        x = inputs["x"].double() if given else transformed(unpack(inputs["q"]).double(), h)
         steps = step.expand(len(x)).clone().requires_grad_()  # its gradient comes by rows
-        v = _transformed(x.requires_grad_(), h) / steps[:, None]
+        v = transformed(x.requires_grad_(), h) / steps[:, None]
         q = v.detach().round().clamp(-8, 7)
         passed = (q > -8) & (q < 7)
         y = steps[:, None] * (torch.where(passed, v, v.detach()) + (q - v).detach())
@@ -259,17 +245,7 @@ class HadamardQuantize(StandardOp):
         h = matrix(problem.group).to(inputs["dx_hat" if backward else "x"])
         if backward:
             return lambda: _backward_in_torch(problem, inputs, h)
-        return lambda: forward_in_torch(inputs["x"], inputs["step"], h, problem.layout)
-
-
-def first_step(x: Tensor, group: int) -> Tensor:
-    """Return LSQ's first step of x transformed, fp32 (1,).
-
-    NaN and ±Inf count as 0: a learned step knows of none.
-    """
-    from jetfire.reference.hadamard import initial_step, transform
-
-    return initial_step(transform(x.nan_to_num(0.0, 0.0, 0.0), group))
+        return lambda: codes_in_torch(inputs["x"], inputs["step"], h, problem.layout)
 
 
 def _slots(source: Source, m: int) -> Tensor:
@@ -282,10 +258,6 @@ def _slots(source: Source, m: int) -> Tensor:
     return slots.t().contiguous().int()
 
 
-def _transformed(x: Tensor, h: Tensor) -> Tensor:
-    return (x.reshape(-1, len(h)) @ h).view(x.shape)
-
-
 def _dense(inputs: Tensors) -> Tensor:
     """Return a gradient whose rows are the sums of the kept ones that belong to them."""
     import torch
@@ -296,30 +268,6 @@ def _dense(inputs: Tensors) -> Tensor:
         for slot in inputs["slots"].unbind(1)
     )
     return sum(parts, start=torch.zeros((), dtype=torch.float64, device=rows.device))
-
-
-def step_gradient(terms: Tensor, name: str) -> Tensors:
-    """Return the sum of each row's terms, and what summing them in fp32 may add.
-
-    Roundings are those of the longest chain of additions and the two of a term, which may be
-    subnormal.
-    """
-    n = terms.shape[1]
-    chain = min(n, TILE + n // LEAST_TILE + 5) + 2
-    return of_sum(name, terms.sum(dim=1), terms.abs().sum(dim=1), higham(chain), n * 2.0**-149)
-
-
-def forward_in_torch(x: Tensor, step: Tensor, h: Tensor, layout: Codes) -> tuple[Tensor, ...]:
-    """Return codes as `layout` says, and squares, by plain torch."""
-    import torch
-
-    from jetfire.reference.nibbles import pack, widen
-
-    codes = (_transformed(x, h) / step).round().clamp(-8, 7).to(torch.int8)
-    found = [widen(codes)] if layout != "packed" else []
-    if layout != "wide":
-        found.insert(0, pack(codes))
-    return (*found, codes.float().square().sum(dim=1))
 
 
 def _backward_in_torch(
@@ -337,7 +285,7 @@ def _backward_in_torch(
     sums: tuple[Tensor, ...] = ()
     if problem.given == "x":
         x = inputs["x"]
-        v = _transformed(x, h) / inputs["step"]
+        v = transformed(x, h) / inputs["step"]
         q = v.round().clamp(-8, 7)
         passed = (q > -8) & (q < 7)
         delta = torch.where(passed, q - v, q)
@@ -346,7 +294,7 @@ def _backward_in_torch(
         q = unpack(inputs["q"])
         passed = (q > -8) & (q < 7)
     kept = torch.where(passed, dx_hat, 0.0).to(h.dtype)
-    return (_transformed(kept, h), *sums)
+    return (transformed(kept, h), *sums)
 
 
 OP = HadamardQuantize()

@@ -15,8 +15,8 @@ from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, Codes, Group, Problem
 from jetfire.core.tensors import Quantized, Quantized4, Spec, Specs, Tensors, ceil_div, quantized
 from jetfire.measure.data import Source
+from jetfire.measure.int4 import codes_in_torch, first_step, whole_groups
 from jetfire.measure.op import StandardOp
-from jetfire.ops.hadamard_quantize import first_step, forward_in_torch, whole_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +52,7 @@ class HadamardQuantizeCodes(StandardOp):
     untuned = True
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        """Return the inputs of a block's linear layers."""
-        widths = dict.fromkeys(inputs for _, inputs in model.linears())
-        return [{"m": model.tokens, "n": width} for width in widths]
+        return model.inputs()
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return whole groups, none wider than a block."""
@@ -113,7 +111,7 @@ class HadamardQuantizeCodes(StandardOp):
 
         x = dequantize(inputs["q"], inputs["scale"], problem.block).bfloat16()
         h = matrix(problem.group).to(x)
-        return lambda: forward_in_torch(x, inputs["step"], h, problem.layout)
+        return lambda: codes_in_torch(x, inputs["step"], h, problem.layout)
 
 
 OP = HadamardQuantizeCodes()

@@ -21,8 +21,8 @@ from jetfire.core.tensors import (
     quantized,
 )
 from jetfire.measure.data import Source
+from jetfire.measure.int4 import packed_specs
 from jetfire.measure.op import StandardOp
-from jetfire.ops.hadamard_pack import inputs_of_layers, packed_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ class HadamardUnpack(StandardOp):
     untuned = True
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        return inputs_of_layers(model)
+        return model.inputs()
 
     def reads(self, problem: HadamardUnpackProblem) -> Specs:
         m, n = problem.m, problem.n

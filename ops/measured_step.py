@@ -43,9 +43,7 @@ class MeasuredStep(StandardOp):
     untuned = True
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
-        """Return the inputs of a block's linear layers, and their weights."""
-        pairs = [(rows, inp) for out, inp in model.linears() for rows in (model.tokens, out)]
-        return [{"m": m, "n": n} for m, n in dict.fromkeys(pairs)]
+        return model.operands()
 
     def reads(self, problem: MeasuredStepProblem) -> Specs:
         m, n = problem.m, problem.n

@@ -177,7 +177,6 @@ NAMED = {
         "int4_gemm",
         "sample_rows",
     ],
-    "ops/hadamard_gemm.py": ["hadamard_quantize"],
     # The function in a CUDA source is called gemm.
     "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
     # What a product by blocks has in common with one with fallback.
@@ -193,13 +192,10 @@ NAMED = {
     "kernels_triton/hadamard_unpack/__init__.py": ["hadamard_pack"],
     # Ops that are another's, but for what they read.
     "kernels_triton/bit_split_codes/__init__.py": ["bit_split"],
-    "ops/bit_split_codes.py": ["bit_split"],
-    "ops/hadamard_quantize_codes.py": ["hadamard_quantize"],
     # Ops that are defined by what another quantises. And a peer and a field that have an op's name.
     "ops/adamw8.py": ["adamw"],
     "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
     "ops/gather_rows.py": ["transpose"],
-    "ops/hadamard_unpack.py": ["hadamard_pack"],
     "ops/quantize_dlogits.py": ["cross_entropy"],
 }
 
