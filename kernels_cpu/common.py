@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Config, PythonKernel
 from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, with_transpose
+from jetfire.reference.cross_entropy import IGNORED
 from jetfire.reference.quantize import quantize
 
 
@@ -48,6 +50,41 @@ def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     where a CPU has no instruction for INT8: 1.6 ms rather than 12.5 for 1024×128×128 on an EPYC.
     """
     return (a.double() @ b.double().t()).int()
+
+
+def product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
+) -> torch.Tensor:
+    """Return A (m×k)·Bᵀ (n×k) in fp32, m×n: scaled integer products of each block of K, summed.
+
+    In floats of 64 bits, which autocast leaves as they are; their sums need no int32 between.
+    """
+    m, n = a.shape[0], b.shape[0]
+    c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
+    a_scale = a_scale.repeat_interleave(block, 0)[:m]
+    b_scale = b_scale.repeat_interleave(block, 0)[:n]
+    for i in range(a_scale.shape[1]):
+        part = slice(i * block, (i + 1) * block)
+        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        c += inner.mul_(a_scale[:, i, None] * b_scale[:, i])
+    return c
+
+
+def columns_of(targets: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which targets are columns, and as a column the targets, with 0 for the others."""
+    known = (targets >= 0) & (targets < valid)
+    return known, torch.where(known, targets, 0)[:, None]
+
+
+def logits_gradient(inputs: Tensors, valid: int) -> torch.Tensor:
+    """Return cross-entropy's gradient, fp32 m×n, of which `valid` columns are no padding."""
+    targets, logits = inputs["targets"], inputs["logits"]
+    known, target = columns_of(targets, valid)
+    gradient = (logits[:, :valid].float() - inputs["lse"][:, None]).exp_()
+    gradient.scatter_add_(1, target, torch.full_like(inputs["lse"], -1.0)[:, None])
+    gradient *= inputs["dloss"].masked_fill(~known, math.nan)[:, None]
+    gradient.masked_fill_((targets == IGNORED)[:, None], 0.0)
+    return torch.nn.functional.pad(gradient, (0, logits.shape[1] - valid))
 
 
 def quantised(value: torch.Tensor, problem: Any, inputs: Tensors) -> Tensors:

@@ -23,7 +23,6 @@ from jetfire.kernels_triton.tiles import TileConfig
 # Codes a thread reads at once, and neighbours that share a Philox call.
 VECTOR = tl.constexpr(16)
 GROUP = tl.constexpr(8)
-LOG2E = tl.constexpr(1.4426950408889634)
 # Beyond |x| = s·1 = 1000 both forms of GELU, and SiLU, are 0 or x; a larger s would overflow s³.
 LARGEST_SCALE = tl.constexpr(1e3)
 # Of values of blocks that are not written as they are read. In it a table holds at most 2^114, so

@@ -12,12 +12,24 @@ TINY = tl.constexpr(2.0**-100)  # a smaller amax counts as 0, as in jetfire.refe
 ROUNDS = tl.constexpr(7)  # as jetfire.reference.philox
 STREAM_ROUNDING = tl.constexpr(0)
 STREAM_DROPOUT = tl.constexpr(1)
+IGNORED = tl.constexpr(-100)  # as jetfire.reference.cross_entropy
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def max_nan(a, b):
     """Return the larger of two, NaN if either is: one FMNMX.NAN, as cheap as dropping it."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def exp(x):
+    """Return e^x to 2^-22·(1 + |x|), 0 below 2^-126, without the steps for subnormal results."""
+    if INTERPRETED:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -168,6 +168,16 @@ def grid_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
+def tile_of(pid, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return a program's tile row and column: GROUP rows of tiles at a time, to stay in L2."""
+    down, across = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    first = pid // (GROUP * across) * GROUP
+    rows = tl.minimum(down - first, GROUP)
+    within = pid % (GROUP * across)
+    return first + within % rows, within // rows
+
+
+@triton.jit
 def load_tile(ptr, row0, col0, M, N, stride, R: tl.constexpr, C: tl.constexpr):
     """Load the R×C tile at (row0, col0) of an M×N matrix, 0 beyond its edges; 64-bit offsets."""
     rows = row0 + tl.arange(0, R)

@@ -2,7 +2,6 @@
 
 import math
 import runpy
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,12 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.workloads import RAGGED
+from jetfire.kernels_triton import parts as assembly
 from jetfire.reference.bit_split import bit_split, codes, split, unit_of
 from jetfire.reference.nibbles import pack, unpack
 
 OP = registry.get("bit_split")
 KERNEL = registry.get_kernel("bit_split", "triton")
-MODULE = import_module(type(KERNEL).__module__)
 run_ptx = runpy.run_path(str(Path(__file__).with_name("ptx.py")))["run"]
 
 
@@ -217,11 +216,11 @@ def test_the_assembly_is_what_the_interpreter_runs(vectors):
             expected = [sum(expected)] + [np.zeros(4000)] * 3
         assert (np.stack(squares) == np.stack(expected)).all()
 
-    found = run_ptx(getattr(MODULE, f"_SPLIT{vectors}").value, 10, *v, *words)
+    found = run_ptx(getattr(assembly, f"_SPLIT{vectors}").value, 10, *v, *words)
     for i in (0, 1):
         check_asm(found[i], found[2 + 4 * i : 6 + 4 * i], [part[i] for part in parts])
     v = [x / 14 for x in v]
-    found = run_ptx(getattr(MODULE, f"_NEAREST{vectors}").value, 5, *v)
+    found = run_ptx(getattr(assembly, f"_NEAREST{vectors}").value, 5, *v)
     check_asm(found[0], found[1:], [np.rint(x) for x in v])
 
 

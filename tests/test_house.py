@@ -182,17 +182,10 @@ NAMED = {
     # What a product by blocks has in common with one with fallback.
     "kernels_cuda/fallback_gemm/sanitizer.py": ["gemm"],
     "kernels_cuda/fallback_gemm/wgmma.py": ["gemm"],
-    # A kernel that is another op's, but for what it reads; one that is two ops' in one pass.
-    "kernels_cpu/quantize_dlogits/__init__.py": ["cross_entropy"],
-    "kernels_triton/quantize_dlogits/__init__.py": ["cross_entropy", "quantize"],
+    # Kernels that are another op's, but for what they read: a profile's hash has both ops' code.
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
-    "kernels_cpu/fallback_gemm/__init__.py": ["gemm"],
-    "kernels_triton/fallback_gemm/__init__.py": ["gemm"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
-    "kernels_triton/hadamard_unpack/__init__.py": ["hadamard_pack"],
-    # Ops that are another's, but for what they read.
-    "kernels_triton/bit_split_codes/__init__.py": ["bit_split"],
-    # Ops that are defined by what another quantises. And a peer and a field that have an op's name.
+    # Ops that are defined by what another computes. And a field that has an op's name.
     "ops/adamw8.py": ["adamw"],
     "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
     "ops/gather_rows.py": ["transpose"],

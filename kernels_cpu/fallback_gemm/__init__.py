@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jetfire.core.tensors import Tensors
-from jetfire.kernels_cpu.common import TorchKernel
-from jetfire.kernels_cpu.gemm import product
+from jetfire.kernels_cpu.common import TorchKernel, product
 
 
 class IntMmFallback(TorchKernel):

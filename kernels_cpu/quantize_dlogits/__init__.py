@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from jetfire.core.tensors import Tensors
-from jetfire.kernels_cpu.common import TorchKernel, quantised
-from jetfire.kernels_cpu.cross_entropy import backward
+from jetfire.kernels_cpu.common import TorchKernel, logits_gradient, quantised
 
 
 class TorchQuantizeDlogits(TorchKernel):
     op = "quantize_dlogits"
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        return quantised(backward(inputs, problem.columns), problem, inputs)
+        return quantised(logits_gradient(inputs, problem.columns), problem, inputs)
 
 
 KERNELS = (TorchQuantizeDlogits(),)

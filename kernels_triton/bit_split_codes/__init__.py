@@ -10,9 +10,9 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, blocks_of, ceil_div
 from jetfire.core.workspace import counters
-from jetfire.kernels_triton.bit_split import codes_nearest, codes_split, largest_kernel
 from jetfire.kernels_triton.common import STREAM_ROUNDING, random_words
 from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
+from jetfire.kernels_triton.parts import codes_nearest, codes_split, largest_kernel
 from jetfire.kernels_triton.tiles import (
     TileConfig,
     device_reason,

@@ -11,7 +11,7 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import ceil_div, dtype_of
-from jetfire.kernels_triton.common import INTERPRETED, to_float
+from jetfire.kernels_triton.common import IGNORED, exp, to_float
 from jetfire.kernels_triton.kernel import Launch, TritonKernel
 from jetfire.kernels_triton.tiles import (
     device_reason,
@@ -21,8 +21,6 @@ from jetfire.kernels_triton.tiles import (
     warps_reason,
 )
 
-IGNORED = tl.constexpr(-100)  # as jetfire.reference.cross_entropy
-LOG2E = tl.constexpr(1.4426950408889634)
 # Finite, so that a tile of −∞ alone is no NaN: exp2(−∞ − LOWEST) is 0.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -33,16 +31,6 @@ class CrossEntropyConfig(Config):
 
     tile_n: int = 2048
     warps: int = 4
-
-
-@triton.jit
-def exp(x):
-    """Return e^x to 2^-22·(1 + |x|), 0 below 2^-126, without the steps for subnormal results."""
-    if INTERPRETED:
-        return tl.exp(x)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=tl.float32, is_pure=True, pack=1
-    )
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_triton.common import to_float
-from jetfire.kernels_triton.gemm.portable import tile_of
 from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
 from jetfire.kernels_triton.tiles import (
     device_reason,
@@ -20,6 +19,7 @@ from jetfire.kernels_triton.tiles import (
     power_reason,
     share_reason,
     store_tile,
+    tile_of,
     warps_reason,
 )
 

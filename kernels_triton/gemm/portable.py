@@ -20,6 +20,7 @@ from jetfire.kernels_triton.tiles import (
     store_quantised,
     store_tile,
     tile_count,
+    tile_of,
     warps_reason,
 )
 
@@ -33,16 +34,6 @@ class PortableConfig(Config):
     warps: int = 8
     stages: int = 4
     group: int = 8
-
-
-@triton.jit
-def tile_of(pid, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return a program's tile row and column: GROUP rows of tiles at a time, to stay in L2."""
-    down, across = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
-    first = pid // (GROUP * across) * GROUP
-    rows = tl.minimum(down - first, GROUP)
-    within = pid % (GROUP * across)
-    return first + within % rows, within // rows
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from jetfire.core.device import Device
 from jetfire.kernels_triton.common import random_u16
+from jetfire.kernels_triton.groups import BYTES, GROUP, MOST, signed_hadamard
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TileConfig,
@@ -20,22 +21,6 @@ from jetfire.kernels_triton.tiles import (
 )
 
 STREAM_PACKING = tl.constexpr(4)  # as in jetfire.reference.philox
-# As in jetfire.reference.hadamard_pack: a group, and its bytes when packed.
-GROUP = tl.constexpr(32)
-BYTES = tl.constexpr(16)
-MOST = tl.constexpr(7.0)
-
-
-@triton.jit
-def signed_hadamard():
-    """Return the signs times the Hadamard matrix, int8 32×32: ±1 by the parity of i & j."""
-    i = tl.arange(0, GROUP)[:, None]
-    parity = i & tl.arange(0, GROUP)[None, :]
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    parity ^= (i & (i >> 1)) ^ ((i >> 2) & (i >> 3))
-    return (1 - 2 * (parity & 1)).to(tl.int8)
 
 
 @triton.jit

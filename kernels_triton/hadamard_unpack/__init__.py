@@ -15,7 +15,7 @@ from jetfire.kernels_triton.common import (
     round_to_codes,
     spread,
 )
-from jetfire.kernels_triton.hadamard_pack import BYTES, GROUP, MOST, signed_hadamard
+from jetfire.kernels_triton.groups import BYTES, GROUP, MOST, signed_hadamard
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TileConfig,

@@ -18,18 +18,20 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.kernels_triton.codes import codes_nearest, codes_stochastic, draws_128
 from jetfire.kernels_triton.common import (
+    IGNORED,
     INTERPRETED,
     STREAM_ROUNDING,
     block_scales,
+    exp,
     max_nan,
     philox_words,
 )
-from jetfire.kernels_triton.cross_entropy import IGNORED, exp
 from jetfire.kernels_triton.halves import VECTOR, row_max, widen
 from jetfire.kernels_triton.kernel import EXACT, Launch
-from jetfire.kernels_triton.quantize import TritonQuantize
 from jetfire.kernels_triton.tiles import (
+    REGISTER_SPACE,
     RegisterConfig,
+    TileKernel,
     grid_origin,
     register_limit,
     store_tile,
@@ -351,10 +353,10 @@ def depth(config: RegisterConfig) -> int:
     return max(1, min(4, config.tile_m * across // (32 * config.warps)))
 
 
-class TritonQuantizeDlogits(TritonQuantize):
-    """A kernel with `quantize`'s legality and space."""
-
+class TritonQuantizeDlogits(TileKernel):
     op = "quantize_dlogits"
+    Config = RegisterConfig
+    choices = REGISTER_SPACE
 
     def default(self, problem: Any, device: Device) -> RegisterConfig:
         """Return a tile like `quantize`'s and the least registers that spill nothing.

@@ -14,7 +14,6 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.problem import written_block
 from jetfire.kernels_triton.blocked import (
-    LOG2E,
     UNIT,
     as_tile,
     block_max,
@@ -39,7 +38,7 @@ from jetfire.kernels_triton.codes import (
     exp2_fast,
     reciprocal_fast,
 )
-from jetfire.kernels_triton.common import STREAM_ROUNDING, TINY
+from jetfire.kernels_triton.common import LOG2E, STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
