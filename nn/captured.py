@@ -202,8 +202,8 @@ def leave_capture(device: torch.device) -> None:
     """
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
-            torch.zeros(1, device=device)
-        torch.rand(1, device=device)
+            torch.zeros(1, dtype=torch.float32, device=device)
+        torch.rand(1, dtype=torch.float32, device=device)
     except RuntimeError:
         fresh = torch.Generator(device)
         default = torch.cuda.default_generators[device.index]

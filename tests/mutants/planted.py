@@ -385,6 +385,8 @@ ON_THE_CPU = (
         """        return {"c": c + inputs["c"] if problem.accumulate else c}""",
         """        c = c + inputs["c"] if problem.accumulate else c
         if problem.out == "bf16":
+            import torch
+
             c = (c.view(torch.int32) & -65536).view(torch.float32)
         return {"c": c}""",
         {"m": 1, "n": 4, "k": 1},
