@@ -2,12 +2,13 @@
 
 A step is forward under BF16 autocast, backward and fused AdamW over fp32 parameters. Each variant's
 loss and gradients are compared with BF16 eager's in the same process before any is timed. Peers are
-torch's own in BF16 (eager, under torch.compile, and with its CUDA graphs, mode reduce-overhead) and
-torchao's float8 training of the same linear layers under torch.compile. Recipes are converted by
-`jetfire.nn.convert` and run as the problem's `run` says.
+torch's own in BF16 (eager, under torch.compile, with its CUDA graphs, mode reduce-overhead, and as
+one CUDA graph, by `jetfire.nn.CapturedStep`) and torchao's float8 training of the same linear
+layers under torch.compile. Recipes are converted by `jetfire.nn.convert` and run as the problem's
+`run` says.
 
 `tflops` counts the linear layers' products alone. Rows have the further fields of
-`jetfire.gpt2.bench`; reduce-overhead's memory, which is that of CUDA graphs, is not measured.
+`jetfire.gpt2.bench`; the memory of CUDA graphs, reduce-overhead's or one, is not measured.
 """
 
 from __future__ import annotations

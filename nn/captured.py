@@ -164,7 +164,10 @@ def captured(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator
             yield
     except RuntimeError as error:
         leave_capture(stream.device)
-        reason = str(_cause(error, handled)).partition("\n")[0]
+        cause = _cause(error, handled)
+        if not isinstance(cause, RuntimeError):  # Ctrl-C, or an error of the step's own
+            raise cause from None
+        reason = str(cause).partition("\n")[0]
         raise UsageError(f"the step cannot be captured in a CUDA graph: {reason}") from error
 
 

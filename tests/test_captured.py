@@ -70,6 +70,19 @@ def test_what_went_wrong_first_is_named(monkeypatch):
             waits()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the step")])
+def test_what_is_not_torch_s_is_raised_as_it_is(error, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph", _FailsAtItsEnd)
+    monkeypatch.setattr(captured, "_own_workspaces", nullcontext)
+    monkeypatch.setattr(captured, "leave_capture", lambda _: None)
+    with (
+        pytest.raises(type(error)) as raised,
+        captured.captured(None, SimpleNamespace(device=None)),
+    ):
+        raise error
+    assert raised.value is error
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_an_optimizer_must_be_capturable(device, kind):
@@ -125,6 +138,25 @@ def test_steps_are_those_that_are_launched(device, kind, evaluate):
     x = ours.batch(0)
     with torch.no_grad():
         assert torch.equal(ours.model.eval()(x), theirs.model.eval()(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_a_rate_that_is_a_tensor_follows_its_schedule(device, kind):
+    found = []
+    for replayed in (False, True):
+        training = Training(device, kind)
+        for group in training.optimizer.param_groups:
+            group["lr"] = torch.tensor(1e-2, device=device)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+
+        def take(x, training=training, schedule=schedule, replayed=replayed):
+            said = (training.captured if replayed else training.step)(x)
+            schedule.step()
+            return said
+
+        found.append(training.losses(take))
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

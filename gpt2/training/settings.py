@@ -116,7 +116,8 @@ class Settings:
         data: a data set's name, a folder of prepared tokens, or text to prepare.
         tokenizer: what text is prepared with; auto is what that data usually gets.
         compile: torch.compile the model.
-        graph: replay steps as CUDA graphs; auto does where it can, unless the model is compiled.
+        graph: replay steps as CUDA graphs; auto does on a GPU, unless the model is compiled or
+            sharded.
         deterministic: only algorithms that give the same bits again, as resuming bit for bit needs
             on a GPU, where attention's backward then takes longer: 40.3, not 29.3 ms at 124M.
     """

@@ -288,7 +288,8 @@ class TritonAdamw8(TritonAdamw):
 
         Blocks of 32, 64 and 128 took 451, 497 and 497 µs, 89, 81 and 81% of a copy's bandwidth
         (4096×16384, H100); one of 128 as a single program had 73%. Square roots without the branch
-        of `sqrt.rn`, to the same bits, changed that to 454, 490 and 496 µs: nothing gained.
+        of `sqrt.rn`, to the same bits, changed that to 454, 490 and 496 µs: nothing gained. What
+        more stages gain is not measured yet.
 
         Larger blocks have smaller slices, so that more programs overlap, unless the transpose's
         rows are not of whole vectors: with 16 elements per thread their codes would take more
