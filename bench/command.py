@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from jetfire import __version__
-from jetfire.core import checkout, loaded, registry, terminal, workloads
-from jetfire.core import device as devices
+from jetfire.bench.progress import watch
+from jetfire.core import loaded, registry, terminal, workloads
+from jetfire.core.device import Device
 from jetfire.core.errors import (
     Interrupted,
     NoDeviceError,
@@ -25,20 +23,17 @@ from jetfire.core.errors import (
 )
 from jetfire.core.files import Unreadable, check_output, check_writable, locked, write, writing
 from jetfire.core.terminal import note
+from jetfire.measure import ncu, plan
 from jetfire.measure import peers as peer_ops
-from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 from jetfire.measure.results import Results, Row
 from jetfire.report.output import FORMATS
 
 if TYPE_CHECKING:
-    from jetfire.core.device import Device
-    from jetfire.measure.load import Load
-    from jetfire.measure.runner import Options, Runner
+    from jetfire.measure.runner import Options
 
     Work = tuple[Case, Options]
 
-T = TypeVar("T")
 SAVE_S = 2.0  # a file of 2000 rows takes 50 ms to write: not after each of 500 problems
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -73,6 +68,51 @@ class BenchOptions:
     suite: str | None = None
     debug: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse options of which one is wrong on any machine, or two contradict each other.
+
+        Raises:
+            UsageError: it says which.
+            NoDeviceError: there is no such profiler here.
+        """
+        if self.format is not None and self.format not in FORMATS:
+            raise unknown(f"--format {self.format}", self.format, FORMATS)
+        if self.rounds is not None and self.rounds < 1:
+            raise UsageError(f"--rounds {self.rounds}: expected at least 1")
+        if self.append and self.output is None:
+            raise UsageError("--append: expected -o FILE.json to add to")
+        if self.output is not None and self.file_format not in FORMATS[1:]:
+            raise UsageError(
+                f"-o {self.output}: expected a file named .json, .csv or .md, or --format"
+            )
+        if self.append and self.file_format != "json":
+            raise UsageError(f"--append -o {self.output}: only a JSON file can be added to")
+        if self.suite in ("training", "export") and (self.profile or self.profile_run):
+            raise UsageError(f"--suite {self.suite}: it is not profiled: leave out --profile")
+        if self.profile_run:
+            given = {
+                "--profile": self.profile,
+                "-o": self.output,
+                "--plot": self.plot,
+                "--rounds": self.rounds,
+                "--suite": self.suite,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise UsageError(f"--profile-run: nothing is timed: leave out {name}")
+        check_output("--plot", self.plot, *PLOTS)
+        if self.output is not None:
+            check_writable(self.output)
+        if self.profile is not None:
+            ncu.check(self.device)
+
+    @property
+    def file_format(self) -> str | None:
+        """What `-o` holds: `--format`, else what the file's suffix says."""
+        if self.output is None:
+            return None
+        return self.format if self.format in FORMATS[1:] else self.output.suffix.lstrip(".")
+
 
 def bench(asked: BenchOptions) -> None:
     """Check and time what was asked for, show it, save it.
@@ -80,150 +120,79 @@ def bench(asked: BenchOptions) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong; results so far are shown and saved.
     """
-    kind = file_format(asked)
-    existing = existing_rows(asked)
-    from jetfire.bench import profiling, suite
+    from jetfire.bench import suite
 
-    request = None
-    if asked.suite is None:
-        request = request_of(asked)
-    else:
-        suite.check(asked)
+    existing = existing_rows(asked)
     # Before torch is loaded: all names but a config's fields.
-    peers, config = plan.kept_peers(asked.peers), _config(asked)
-    plan.check_peers(peers or ())
-    profiling.check(asked)
-    device = devices.Device.parse(asked.device)
-    from jetfire.bench import promotion
+    peers, config = plan.kept_peers(asked.peers), plan.parse_config(asked.config)
+    request = None
+    if asked.suite is not None:
+        suite.check(asked)
+    else:
+        request = plan.parse(
+            asked.ops,
+            asked.m,
+            asked.n,
+            asked.k,
+            asked.workload,
+            asked.block,
+            asked.mode,
+            asked.settings,
+            asked.kernels,
+        )
+    device = Device.parse(asked.device)
+    from jetfire.bench import profiling, promotion
     from jetfire.measure import runner
 
-    options = _options(asked, device, peers, config)
-    if request is None:
-        work = suite.cases(str(asked.suite), options)
-    else:
-        request = _sized(request, device)
-        asked = replace(asked, workload=request.workload)
-        work = [(case, options) for case in plan.cases(request, note)]
-    cases = [case for case, _ in work]
-    runner.check_config(cases, options)
-    there = len(existing.rows) if existing else 0
-    plan.check_rows(cases, options.kernels, options.peers, there)
-    if asked.suite == "promotion":
-        promotion.require(cases, device, work[0][1])
-    if asked.dry_run:
-        _dry_run(work, device)
-        return
-    if request is not None:
-        runner.check_device(work, device)
-    if asked.suite not in (None, "promotion") and device.kind == "cpu":
-        raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
-    if asked.profile_run:
-        profiling.run_once(work, device)
-        return
-    from jetfire.measure.load import Load
-
-    note_cpu(device)
-    count = profiling.counter(asked, device)
-    load = Load(device)  # before the peaks: a GPU's use is read beforehand
-    made = prepare(device, work[0][1], asked.remeasure_peaks)
-    record = device_record(device, made.peaks)
-    again = replay(asked, work[0][0])
-    output = Output(asked, record, existing, kind, again, load)
-    output.collect(work, lambda item: made.measure(*item), lambda item: item[0], count)
-
-
-def _config(asked: BenchOptions) -> dict[str, str]:
-    """The fields of `--config`, each with its one value."""
-    settings = plan.parse_settings("--config", asked.config)
-    for name, values in settings.items():
-        if len(values) > 1:
-            raise UsageError(f"--config {name}={','.join(values)}: expected one value")
-    return {name: values[0] for name, values in settings.items()}
-
-
-def _sized(request: Request, device: Device) -> Request:
-    """Return a request with a size for the device, or the only op's workload, if it has none."""
     on_gpu = device.kind == "cuda"
-    if on_gpu and not request.workload and not request.sizes:
-        chosen = plan.choose_ops(request.ops)
-        if len(chosen) == 1 and chosen[0].workload:
-            return replace(request, workload=chosen[0].workload)
-    return request.sized(4096 if on_gpu else 512)
-
-
-def request_of(asked: BenchOptions) -> Request:
-    """What OP, ``--m``, ``--block``, ``--set`` and so on ask for, checked without torch.
-
-    Raises:
-        UsageError: it says which is wrong.
-    """
-    given = {"m": asked.m, "n": asked.n, "k": asked.k}
-    sizes = {d: plan.parse_sizes(f"--{d}", ",".join(texts)) for d, texts in given.items() if texts}
-    if asked.workload is not None:
-        if asked.workload not in workloads.names():
-            raise unknown(f"no workload {asked.workload!r}", asked.workload, workloads.names())
-        if sizes:
-            raise UsageError(
-                f"--workload {asked.workload} has its own sizes: leave out --m --n --k"
-            )
-    modes = plan.parse_list(asked.mode)
-    for mode in modes:
-        if mode not in ("fwd", "bwd"):
-            raise UsageError(f"--mode {mode}: expected fwd, bwd or fwd,bwd")
-    settings = plan.parse_settings("--set", asked.settings)
-    for name in settings:
-        if name in ("m", "n", "k", "block", "mode"):
-            raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
-    ops, blocks = plan.parse_list(asked.ops), asked.block or None
-    request = Request(ops, modes, sizes, asked.workload, blocks, settings)
-    plan.check(request, asked.kernels)
-    return request
-
-
-def file_format(asked: BenchOptions) -> str | None:
-    """What `-o` is to hold: `--format`, else what the file's suffix says."""
-    if asked.format is not None and asked.format not in FORMATS:
-        raise unknown(f"--format {asked.format}", asked.format, FORMATS)
-    if asked.rounds is not None and asked.rounds < 1:
-        raise UsageError(f"--rounds {asked.rounds}: expected at least 1")
-    check_output("--plot", asked.plot, *PLOTS)
-    if asked.output is None:
-        if asked.append:
-            raise UsageError("--append: expected -o FILE.json to add to")
-        return None
-    kind = asked.format if asked.format in FORMATS[1:] else asked.output.suffix.lstrip(".")
-    if kind not in FORMATS[1:]:
-        raise UsageError(
-            f"-o {asked.output}: expected a file named .json, .csv or .md, or --format"
-        )
-    if asked.append and kind != "json":
-        raise UsageError(f"--append -o {asked.output}: only a JSON file can be added to")
-    check_writable(asked.output)
-    return kind
-
-
-def existing_rows(asked: BenchOptions) -> Results | None:
-    """What `--append` adds to."""
-    if asked.append and asked.output is not None and asked.output.exists():
-        return Results.load(asked.output)
-    return None
-
-
-def _options(
-    asked: BenchOptions, device: Device, peers: Sequence[str] | None, config: Mapping[str, str]
-) -> Options:
-    from jetfire.measure.runner import Options
-
-    return Options(
+    options = runner.Options(
         kernels=asked.kernels or None,
         peers=peers,
         config=config,
         data=asked.data,
         seed=asked.seed,
-        rounds=asked.rounds or (20 if device.kind == "cuda" else 7),
-        budget_s=30.0 if device.kind == "cuda" else 10.0,
+        rounds=asked.rounds or (20 if on_gpu else 7),
+        budget_s=30.0 if on_gpu else 10.0,
         debug=asked.debug,
     )
+    if request is None:
+        work = suite.cases(str(asked.suite), options)
+    else:
+        request = request.on(device)
+        work = [(case, options) for case in plan.cases(request, note)]
+    cases = [case for case, _ in work]
+    runner.check_config(cases, options)
+    there = len(existing.rows) if existing else 0
+    plan.check_rows(cases, options.kernels, peers, there)
+    if asked.suite == "promotion":
+        promotion.require(work, device)
+    if asked.dry_run:
+        _dry_run(work, device)
+        return
+    if request is not None:
+        runner.check_device(work, device)
+    elif asked.suite != "promotion" and not on_gpu:
+        raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
+    if asked.profile_run:
+        profiling.run_once(work, device)
+        return
+    profiler = None if asked.profile is None else ncu.Ncu.begun(device)
+    output = Output(asked, device, existing, replay(asked, request, work[0][0]))
+    kind = promotion.PromotionRunner if asked.suite == "promotion" else runner.Runner
+    measurer = kind(device, output.peaks, options, note)
+    with output.kept():
+        for case, chosen in watch(work, lambda item: item[0]):
+            rows = measurer.measure(case, chosen)
+            output.add(rows)
+            if profiler is not None:
+                output.add(profiler.rows(rows, case, chosen.seed, chosen.data, note))
+
+
+def existing_rows(asked: BenchOptions) -> Results | None:
+    """Return what `--append` adds to."""
+    if asked.append and asked.output is not None and asked.output.exists():
+        return Results.load(asked.output)
+    return None
 
 
 def _dry_run(work: Sequence[Work], device: Device) -> None:
@@ -247,95 +216,67 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
     terminal.planned(lines)
 
 
-def device_record(device: Device, peaks: Mapping[str, Any]) -> dict[str, Any]:
-    """The `device` of a results file: what was measured on, with what, of which commit and when."""
-    from jetfire.measure import provenance, timer
-    from jetfire.measure.nvml import driver_of
-
-    now = datetime.datetime.now(datetime.UTC)
-    return {
-        "name": device.name,
-        "kind": device.kind,
-        "capability": list(device.capability) if device.capability else None,
-        "sms": device.sms,
-        "l2_bytes": device.l2_bytes,
-        "driver": driver_of(device),
-        **provenance.software(),
-        "python": platform.python_version(),
-        "jetfire": __version__,
-        "timer": timer.VERSION,
-        "commit": checkout.measured(loaded.files()),
-        "time": now.isoformat(timespec="seconds"),
-        "date": now.date().isoformat(),
-        "peaks": dict(peaks),
-    }
-
-
-def note_cpu(device: Device) -> None:
-    """Say where no GPU is in use."""
-    from jetfire.report.text import NO_GPU
-
-    if device.kind == "cpu":
-        note(f"no GPU in use ({device.name}): {NO_GPU}")
-
-
-def prepare(device: Device, options: Options, remeasure: bool = False) -> Runner:
-    """A runner with the device's peaks."""
-    from jetfire.bench.promotion import PromotionRunner
-    from jetfire.measure import peaks
-    from jetfire.measure.runner import Runner
-
-    made = PromotionRunner if options.schedules else Runner
-    return made(device, peaks.cached(device, remeasure), options, note)
-
-
-@dataclass
 class Output:
     """What takes a run's rows to the terminal, a file and a plot, also when it is cut short.
 
     Attributes:
-        record: the device, as `device_record` has it.
-        existing, kind: as `existing_rows` and `file_format` say.
-        again: the command line that measures the same.
-        load: what watches the device, since before anything was measured on it.
+        peaks: the device's.
+        record: the device, as `provenance.device_record` has it.
     """
 
-    asked: BenchOptions
-    record: dict[str, Any]
-    existing: Results | None
-    kind: str | None
-    again: str
-    load: Load
-    rows: list[Row] = field(default_factory=list)
-
-    def collect(
+    def __init__(
         self,
-        work: Sequence[T],
-        measure: Callable[[T], Sequence[Row]],
-        label: Callable[[T], object] = str,
-        count: Callable[[T, Sequence[Row]], Sequence[Row]] | None = None,
+        asked: BenchOptions,
+        device: Device,
+        existing: Results | None,
+        again: str,
+        peaks: Mapping[str, Any] | None = None,
     ) -> None:
-        """Measure one thing after another; show and save the rows, and say what is doubtful.
+        """Begin to watch the device, and measure its peaks where they are not known.
 
         Args:
-            count: makes of one thing's rows those with counters.
+            existing: as `existing_rows` returns it.
+            again: the command line that measures the same.
+
+        Raises:
+            UsageError: the rows that there are were measured on another device.
+        """
+        from jetfire.measure.load import Load
+        from jetfire.measure.peaks import cached
+        from jetfire.measure.provenance import device_record
+        from jetfire.report.text import NO_GPU
+
+        self.asked, self.device, self.existing, self.again = asked, device, existing, again
+        self._check_device(existing)
+        if device.kind == "cpu":
+            note(f"no GPU in use ({device.name}): {NO_GPU}")
+        self.load = Load(device)
+        self.peaks = peaks or cached(self.load, asked.remeasure_peaks)
+        self.record = device_record(device, self.peaks)
+        self._by_key: dict[str, Row] = {}
+        self._saved = time.monotonic()
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._by_key.values())
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows, of which each replaces its like, and save them where it is time to."""
+        self._by_key.update((row.key(), row) for row in rows)
+        if time.monotonic() - self._saved > SAVE_S:
+            self._save()
+            self._saved = time.monotonic()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Show and save what is added meanwhile, and say what is doubtful.
 
         Raises:
             JetfireError: with the exit code of what went wrong.
         """
-        from jetfire.bench.progress import watch
-
-        self._check_device(self.existing)
-        saved = time.monotonic()
         interrupted = False
         try:
-            for item in watch(work, label):
-                self.rows += (rows := measure(item))
-                if count is not None and rows:
-                    self.rows[-len(rows) :] = count(item, rows)
-                if time.monotonic() - saved > SAVE_S:
-                    self._save()
-                    saved = time.monotonic()
+            yield
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -347,7 +288,7 @@ class Output:
 
     def _check_device(self, there: Results | None) -> None:
         """Refuse to add rows to those of another device."""
-        name = self.record["name"]
+        name = self.device.name
         if there is not None and (before := there.device.get("name")) != name:
             what = f"it was measured on {before}, this is {name}"
             raise UsageError(f"--append -o {self.asked.output}: {what}")
@@ -355,7 +296,7 @@ class Output:
     def _save(self) -> None:
         """Write the rows; where they are added to a file, to what it has by now."""
         file = self.asked.output
-        if file is None or self.kind is None:
+        if file is None or self.asked.file_format is None:
             return
         with ExitStack() as stack:
             there = self.existing
@@ -366,17 +307,17 @@ class Output:
                 self._check_device(there)
             results = Results(self.record, list(there.rows) if there else [])
             results.merge(self.rows)
-            write(file, render(results, self.kind))
+            write(file, render(results, self.asked.file_format))
 
     def _print(self) -> None:
-        results = Results(self.record, list(self.rows))
+        results = Results(self.record, self.rows)
         terminal.result(results.as_dict(), lambda: self._show(results))
 
     def _show(self, results: Results) -> None:
         from jetfire.report import counters, show
 
         form = self.asked.format or "table"
-        if self.kind is None and form != "table":
+        if self.asked.file_format is None and form != "table":
             print(render(results, form), end="")
             return
         console = terminal.console(width=160)
@@ -450,13 +391,13 @@ def device_title(device: dict[str, Any]) -> str:
     return f"{device.get('name')} · measured peaks: {', '.join(measured)}"
 
 
-def replay(asked: BenchOptions, first: Case) -> str:
-    """One command line that measures the same again."""
+def replay(asked: BenchOptions, request: Request | None, first: Case) -> str:
+    """Return one command line that measures the same again."""
     words = ["jetfire", "bench", *plan.parse_list(asked.ops)]
-    if asked.suite is not None:
-        words += ["--suite", asked.suite]
-    elif asked.workload is not None:
-        words += ["--workload", asked.workload]
+    if request is None:
+        words += ["--suite", str(asked.suite)]
+    elif request.workload is not None:
+        words += ["--workload", request.workload]
     else:
         words += ["--m", ",".join(asked.m) or str(first.problem.m)]
     pairs: list[tuple[str, str | None]] = [

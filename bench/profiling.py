@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jetfire.core import terminal
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.terminal import note
-from jetfire.measure import ncu
-from jetfire.measure.results import Row, shape_text
+from jetfire.measure.results import shape_text
 
 if TYPE_CHECKING:
-    from jetfire.bench.command import BenchOptions
     from jetfire.core.device import Device
     from jetfire.measure.plan import Case
     from jetfire.measure.runner import Options
 
     Work = tuple[Case, Options]
-
-
-def check(asked: BenchOptions) -> None:
-    """Refuse what can be refused before torch is loaded.
-
-    Raises:
-        UsageError: options say two things.
-        NoDeviceError: there is no ncu, or no GPU is asked for.
-    """
-    if asked.profile_run:
-        given = {
-            "--profile": asked.profile,
-            "-o": asked.output,
-            "--plot": asked.plot,
-            "--rounds": asked.rounds,
-            "--suite": asked.suite,
-        }
-        for name, value in given.items():
-            if value is not None:
-                raise UsageError(f"--profile-run: nothing is timed: leave out {name}")
-    if asked.profile is not None:
-        ncu.check(asked.device)
-
-
-def counter(
-    asked: BenchOptions, device: Device
-) -> Callable[[Work, Sequence[Row]], list[Row]] | None:
-    """Return what makes of rows those with counters; None where they are not asked for.
-
-    Raises:
-        NoDeviceError: they cannot be read, with the remedy.
-    """
-    if asked.profile is None:
-        return None
-    begun = ncu.Ncu.begun(device)
-
-    def counted(work: Work, rows: Sequence[Row]) -> list[Row]:
-        case, options = work
-        return begun.rows(rows, case, options.seed, options.data, note)
-
-    return counted
 
 
 def run_once(work: Sequence[Work], device: Device) -> None:

@@ -27,13 +27,13 @@ from jetfire.measure.runner import Choice, Options, Runner, choices
 from jetfire.ops.gemm import OP as GEMM
 
 
-def require(cases: Sequence[Case], device: Device, options: Options) -> None:
+def require(work: Sequence[tuple[Case, Options]], device: Device) -> None:
     """Some kernel with a choice of schedules must run here.
 
     Raises:
         NoDeviceError: none does; the message has each one's reason.
     """
-    found = [choice for case in cases for choice in choices(case, device, options)]
+    found = [choice for case, options in work for choice in choices(case, device, options)]
     if not any(choice.reason is None for choice in found):
         reasons = dict.fromkeys(f"{choice.kernel.name}: {choice.reason}" for choice in found)
         raise NoDeviceError(

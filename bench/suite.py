@@ -70,8 +70,6 @@ def check(asked: BenchOptions) -> None:
     names = "ops m n k workload block settings kernels config peers rounds"
     chosen = [getattr(asked, name) for name in names.split()]
     apart = asked.suite in ("training", "export")
-    if apart and (asked.profile or asked.profile_run):
-        raise UsageError(f"--suite {asked.suite}: it is not profiled: leave out --profile")
     own_data = apart or any(timed.data is not None for _, timed in entries(str(asked.suite)))
     if any(chosen) or tuple(asked.mode) != ("fwd",) or (own_data and asked.data != "normal"):
         raise UsageError(
@@ -109,7 +107,7 @@ def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
             kernels=timed.kernels,
         )
         request = Request(
-            [op.name], timed.modes, timed.sizes, timed.workload, timed.blocks, timed.settings
+            [op], timed.modes, timed.sizes, timed.workload, timed.blocks, timed.settings
         )
         # That an op of a suite has no backward goes without saying.
         for case in plan.cases(request, lambda note: None):

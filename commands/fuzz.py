@@ -64,7 +64,7 @@ def run(
     """Random problems, configs, values and layouts against the reference; failures are saved."""
     from jetfire.measure import plan
 
-    chosen = [found.name for found in plan.choose_ops(ops or ["all"])]
+    chosen = plan.choose_ops(ops or ["all"])
     plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
     budget_s = None if budget is None else o.duration("--budget", budget)
     if interpreter and device not in ("auto", "cpu"):
@@ -77,4 +77,5 @@ def run(
     if reproduce is not None:
         command.reproduce(reproduce, device, bool(load), sanitizer)
         return
-    command.fuzz(o.collect(command.FuzzOptions, locals(), ops=chosen if ops else ()))
+    named = [op.name for op in chosen] if ops else ()
+    command.fuzz(o.collect(command.FuzzOptions, locals(), ops=named))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -46,14 +47,16 @@ def collect(options: type[Options], given: Mapping[str, Any], **more: Any) -> Op
 
 
 def request(given: Mapping[str, Any], **more: Any) -> Request:
-    """Return what a command's arguments, called as the fields of `BenchOptions`, ask for.
+    """Return what a command's arguments, called as the parameters of `plan.parse`, ask for.
 
     Args:
         more: those that are taken otherwise than given.
     """
-    from jetfire.bench import command
+    from jetfire.measure import plan
 
-    return command.request_of(collect(command.BenchOptions, given, **more))
+    names = inspect.signature(plan.parse).parameters.keys() & given.keys()
+    found = {name: given[name] for name in names if given[name] is not None}
+    return plan.parse(**{"ops": (), **found, **more})
 
 
 # From a text to its value.

@@ -17,6 +17,7 @@ from typing import Any
 
 from jetfire.bench import command
 from jetfire.bench import suite as suites
+from jetfire.bench.progress import watch
 from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, NoDeviceError, UsageError
@@ -131,7 +132,7 @@ def suite(asked: command.BenchOptions) -> None:
     suites.check(asked)
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: exports have no chart: expected -o FILE")
-    kind, existing = command.file_format(asked), command.existing_rows(asked)
+    existing = command.existing_rows(asked)
     device, wanted = Device.parse(asked.device), exports()
     if asked.dry_run:
         terminal.planned([str(one) for one in wanted])
@@ -141,16 +142,11 @@ def suite(asked: command.BenchOptions) -> None:
             "--suite export: its kernels are for a GPU of sm_90, this is "
             f"{device.label}; jetfire-export writes and builds them"
         )
-    from jetfire.measure.load import Load
-    from jetfire.measure.peaks import cached
-
-    load = Load(device)
-    peaks = cached(device, asked.remeasure_peaks)
-    record = command.device_record(device, peaks)
+    output = command.Output(asked, device, existing, "jetfire bench --suite export")
     note(f"building {plural(len(wanted), 'export')}")
     with prepared(wanted) as found:
         for done, _ in found.values():
             done.exception()  # waits: nothing else is to run while one is timed
-        again = "jetfire bench --suite export"
-        output = command.Output(asked, record, existing, kind, again, load)
-        output.collect(wanted, lambda export: rows(export, *found[export], peaks))
+        with output.kept():
+            for export in watch(wanted):
+                output.add(rows(export, *found[export], output.peaks))

@@ -257,16 +257,16 @@ def _instrumented(pairs: Sequence[Pair]) -> list[Pair]:
 def _pairs(asked: FuzzOptions) -> list[Pair]:
     from jetfire.measure.plan import check_kernels
 
-    names = [registry.get(name).name for name in asked.ops] or list(registry.names())
-    check_kernels(names, [*asked.kernels, *([asked.against] if asked.against else [])])
+    ops = [registry.get(name) for name in asked.ops or registry.names()]
+    check_kernels(ops, [*asked.kernels, *([asked.against] if asked.against else [])])
     pairs = [
-        (name, kernel)
-        for name in names
-        for kernel in registry.kernels(name)
+        (op.name, kernel)
+        for op in ops
+        for kernel in registry.kernels(op.name)
         if (not asked.kernels or kernel in asked.kernels)
         and (
             asked.against is None
-            or (asked.against in registry.kernels(name) and kernel != asked.against)
+            or (asked.against in registry.kernels(op.name) and kernel != asked.against)
         )
     ]
     if not pairs:

@@ -70,19 +70,24 @@ class Load:
     """A watch of other processes' use of a device, from now on."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._began, self._own = _seconds(), _own_seconds()
-        self._quiet = _crowd(device)
+        self._before = _crowd(device)
+
+    @property
+    def was_quiet(self) -> bool:
+        """Whether others seemed to leave the device alone before this process used it."""
+        return self._before is None
 
     def text(self) -> str | None:
         """Return one line on others' use of the device; None where it was little or is unknown."""
         now = _seconds()
-        if self._device.kind == "cuda" or now is None or self._began is None:
-            return self._quiet
+        if self.device.kind == "cuda" or now is None or self._began is None:
+            return self._before
         passed = now[1] - self._began[1]
         others = now[0] - self._began[0] - (_own_seconds() - self._own)
         if passed <= 0:
-            return self._quiet
+            return self._before
         share = others / passed
         return f"other processes used {share:.0%} of the CPU" if share > BUSY else None
 
@@ -98,11 +103,6 @@ def _crowd(device: Device) -> str | None:
         return f"the GPU was {share:.0%} busy beforehand" if share and share > BUSY else None
     load = os.getloadavg()[0]
     return f"the load was {load:.1f} on {device.sms} cores" if load > device.sms / 2 else None
-
-
-def is_quiet(device: Device) -> bool:
-    """Return whether others seem to leave a device alone, before this process uses it."""
-    return _crowd(device) is None
 
 
 def doubts(rows: Sequence[Row], busy: str | None, peaks: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,8 @@ from jetfire.core.device import Device
 from jetfire.core.errors import JetfireWarning
 from jetfire.core.files import MIB, Missing, Unreadable, Unwritable, write
 from jetfire.core.schema import Line, most
-from jetfire.measure import load, peers, timer
+from jetfire.measure import peers, timer
+from jetfire.measure.load import Load
 from jetfire.measure.nvml import driver_of
 from jetfire.measure.results import Peaks
 
@@ -121,26 +122,26 @@ def measure(device: Device) -> Peaks:
 _CACHE: Any = Annotated[dict[Line, Peaks], most(1000)]
 
 
-def cached(device: Device, remeasure: bool = False) -> Peaks:
-    """Return a device's peaks, measured once per version of all that they depend on.
+def cached(watch: Load, remeasure: bool = False) -> Peaks:
+    """Return a watched device's peaks, measured once per version of all that they depend on.
 
     Peaks that were measured while others used the device say so, and are measured anew once the
     device seems quiet.
     """
     file = files.cache() / "peaks.json"
-    key, found = _key(device), None
+    key, found = _key(watch.device), None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock"), timeout=LOCK_S):
             known = _read(file)
             found = known.get(key)
-            if found is None or remeasure or ("busy" in found and load.is_quiet(device)):
-                found = known[key] = _watched(device)
+            if found is None or remeasure or ("busy" in found and watch.was_quiet):
+                found = known[key] = _measured(watch)
                 if file.is_file() or not file.exists():
                     write(file, json.dumps(known, indent=1) + "\n", alone=True)
     except (OSError, Unwritable):  # a cache that cannot be kept costs two seconds, not the run
         pass
-    return found or _watched(device)
+    return found or _measured(watch)
 
 
 def _key(device: Device) -> str:
@@ -153,10 +154,9 @@ def _key(device: Device) -> str:
     return "|".join(map(str, parts))
 
 
-def _watched(device: Device) -> Peaks:
+def _measured(watch: Load) -> Peaks:
     """Measure peaks, and note others' use of the device meanwhile."""
-    watch = load.Load(device)
-    found = measure(device)
+    found = measure(watch.device)
     if busy := watch.text():
         found["busy"] = busy
     return found

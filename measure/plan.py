@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jetfire.core import registry, workloads
+from jetfire.core.device import Device
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.op import Op
 from jetfire.core.problem import MOST_ELEMENTS
@@ -39,19 +40,25 @@ class Request:
     """A user's request of what to measure.
 
     Attributes:
-        ops: names of ops; ``all`` is every one.
         sizes: sizes by dimension; those missing follow `m`.
         workload: a named set of shapes, instead of sizes.
         blocks: block sizes; None is all three where an op has blocks.
         settings: further problem fields, each with the values to try.
     """
 
-    ops: Sequence[str]
+    ops: Sequence[Op]
     modes: Sequence[str] = ("fwd",)
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     workload: str | None = None
     blocks: Sequence[str] | None = None
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def on(self, device: Device) -> Request:
+        """Return the request with a device's size, or the only op's workload, if it has neither."""
+        on_gpu = device.kind == "cuda"
+        if on_gpu and not self.workload and not self.sizes and len(self.ops) == 1:
+            return replace(self, workload=self.ops[0].workload).sized(4096)
+        return self.sized(4096 if on_gpu else 512)
 
     def sized(self, m: int) -> Request:
         """Return the request with a size where it has none."""
@@ -114,12 +121,26 @@ def parse_settings(option: str, texts: Sequence[str]) -> dict[str, list[str]]:
     return settings
 
 
+def parse_config(texts: Sequence[str]) -> dict[str, str]:
+    """Return the fields of `--config`, each with its one value.
+
+    Raises:
+        UsageError: one has several.
+    """
+    settings = parse_settings("--config", texts)
+    for name, values in settings.items():
+        if len(values) > 1:
+            raise UsageError(f"--config {name}={','.join(values)}: expected one value")
+    return {name: values[0] for name, values in settings.items()}
+
+
 def _fields(op: Op) -> list[str]:
     return [f.name for f in dataclasses.fields(op.Problem)]
 
 
-def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
+def _check_names(request: Request, note: Note) -> None:
     """Refuse a field or dimension that no op has; note the ops that lack one."""
+    chosen = request.ops
     asked = [*request.settings, *(("block",) if request.blocks else ())]
     for name in asked:
         lacking = [op.name for op in chosen if name not in _fields(op)]
@@ -134,10 +155,10 @@ def _check_names(request: Request, chosen: Sequence[Op], note: Note) -> None:
             raise UsageError(f"--{dim}: {chosen[0].name} has only {' and '.join(known)}")
 
 
-def _check_count(request: Request, chosen: Sequence[Op]) -> None:
+def _check_count(request: Request) -> None:
     """Refuse more problems than anyone waits for: all sizes, times all values of all fields."""
     most = 0
-    for op in chosen:
+    for op in request.ops:
         sizes = [len(request.sizes.get(dim, (0,))) for dim in op.dims]
         values = [len(v) for name, v in request.settings.items() if name in _fields(op)]
         blocks = len(request.blocks or BLOCKS) if "block" in _fields(op) else 1
@@ -191,13 +212,13 @@ def _problems(op: Op, request: Request, mode: Any) -> tuple[list[Any], list[Usag
     return found, refused
 
 
-def check_kernels(op_names: Sequence[str], kernels: Sequence[str]) -> None:
+def check_kernels(ops: Iterable[Op], kernels: Sequence[str]) -> None:
     """Refuse a name that no kernel of these ops has, without loading kernels where possible.
 
     Raises:
-        UsageError: there is such a name, or no such op.
+        UsageError: there is such a name.
     """
-    chosen = [op.name for op in choose_ops(op_names)] if kernels else []
+    chosen = [op.name for op in ops] if kernels else []
     known = dict.fromkeys(kernel for op in chosen for kernel in registry.kernel_names(op))
     if "torch" in sys.modules:  # kernels may be loaded, and a caller have added some
         known |= dict.fromkeys(kernel for op in chosen for kernel in registry.kernels(op))
@@ -214,8 +235,15 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 def kept_peers(names: Sequence[str] | None) -> list[str] | None:
-    """Return the peers to measure, of the names given: ``none`` is none; None is all."""
-    return [] if names == ["none"] else list(names or ()) or None
+    """Return the peers to measure, of the names given: ``none`` is none; None is all.
+
+    Raises:
+        UsageError: a name is no peer's.
+    """
+    if names == ["none"]:
+        return []
+    check_peers(names or ())
+    return list(names or ()) or None
 
 
 def check_rows(
@@ -254,20 +282,52 @@ def choose_ops(names: Sequence[str]) -> list[Op]:
     Raises:
         UsageError: none are given, or one does not exist.
     """
-    if not names:
+    given = parse_list(names)
+    if not given:
         raise UsageError(f"which op? expected one of {', '.join(registry.names())}, or all")
-    every = [name for n in parse_list(names) for name in (registry.names() if n == "all" else (n,))]
+    every = [name for n in given for name in (registry.names() if n == "all" else (n,))]
     return [registry.get(name) for name in dict.fromkeys(every)]
 
 
-def check(request: Request, kernels: Sequence[str]) -> None:
-    """Refuse a request that is wrong on any device, with the errors of `cases`.
+def parse(
+    ops: Sequence[str],
+    m: Sequence[str] = (),
+    n: Sequence[str] = (),
+    k: Sequence[str] = (),
+    workload: str | None = None,
+    block: Sequence[str] = (),
+    mode: Sequence[str] = ("fwd",),
+    settings: Sequence[str] = (),
+    kernels: Sequence[str] = (),
+) -> Request:
+    """Return what a command's options ask for, which some device could measure.
+
+    Args:
+        ops: names of ops; ``all`` is every one.
+        kernels: names of kernels, one of which each is to have.
 
     Raises:
-        UsageError: a name, size or value means nothing to any of the ops, nor a kernel's name.
+        UsageError: a name, size or value means nothing to any of the ops.
     """
+    given = {"m": m, "n": n, "k": k}
+    sizes = {dim: parse_sizes(f"--{dim}", ",".join(texts)) for dim, texts in given.items() if texts}
+    modes, fields = parse_list(mode), parse_settings("--set", settings)
+    chosen = choose_ops(ops)
+    if workload is not None:
+        if workload not in workloads.names():
+            raise unknown(f"no workload {workload!r}", workload, workloads.names())
+        if sizes:
+            raise UsageError(f"--workload {workload} has its own sizes: leave out --m --n --k")
+    for name in modes:
+        if name not in ("fwd", "bwd"):
+            raise UsageError(f"--mode {name}: expected fwd, bwd or fwd,bwd")
+    for name in fields:
+        if name in ("m", "n", "k", "block", "mode"):
+            raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
+    request = Request(chosen, modes, sizes, workload, block or None, fields)
     check_kernels(request.ops, kernels)
-    cases(request.sized(EVERYWHERE), lambda note: None)  # which is made again later
+    cases(request.sized(EVERYWHERE), lambda note: None)  # which is made again for the device
+    return request
 
 
 def cases(request: Request, note: Note) -> list[Case]:
@@ -278,9 +338,9 @@ def cases(request: Request, note: Note) -> list[Case]:
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
     """
-    chosen = choose_ops(request.ops)
-    _check_names(request, chosen, note)
-    _check_count(request, chosen)
+    chosen = request.ops
+    _check_names(request, note)
+    _check_count(request)
     found = []
     refusals: list[UsageError] = []
     for op in chosen:

@@ -1,15 +1,18 @@
-"""The origin of a tuned config: the device, the software and the timer."""
+"""The origin of a tuned config and of a results file: the device, the software and the timer."""
 
 from __future__ import annotations
 
 import datetime
+import platform
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 import torch
 
 from jetfire import __version__
+from jetfire.core import checkout, loaded
 from jetfire.core.device import Device
 from jetfire.core.kernel import Kernel
 from jetfire.core.profiles import Provenance
@@ -38,4 +41,25 @@ def of(kernel: Kernel, device: Device) -> Provenance:
         "timer": VERSION,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "jetfire": __version__,
+    }
+
+
+def device_record(device: Device, peaks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `device` of a results file: it, the software, the commit, the time, its peaks."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "capability": list(device.capability) if device.capability else None,
+        "sms": device.sms,
+        "l2_bytes": device.l2_bytes,
+        "driver": driver_of(device),
+        **software(),
+        "python": platform.python_version(),
+        "jetfire": __version__,
+        "timer": VERSION,
+        "commit": checkout.measured(loaded.files()),
+        "time": now.isoformat(timespec="seconds"),
+        "date": now.date().isoformat(),
+        "peaks": dict(peaks),
     }

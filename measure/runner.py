@@ -16,6 +16,7 @@ from jetfire.core.errors import NoDeviceError, unknown
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
 from jetfire.core.op import Check
+from jetfire.core.profiles import Found
 from jetfire.core.tensors import Tensors
 from jetfire.measure import peers as peer_ops
 from jetfire.measure import timer
@@ -72,62 +73,52 @@ class Choice:
 
 
 def choices(case: Case, device: Device, options: Options) -> list[Choice]:
-    """Return the kernels of a problem, each with its config or the reason for a no."""
-    found: list[Choice] = []
+    """Return the kernels of a problem, each with its config or the reason for a no.
+
+    Warn of stale profiles, and of a problem that no kernel was tuned for.
+
+    Raises:
+        UsageError: profiles are strict, and one of the kernels was not tuned for it.
+    """
+    chosen: list[Choice] = []
+    used: list[tuple[Kernel, Found]] = []
     for name, kernel in registry.kernels(case.op.name).items():
         if options.kernels is not None and name not in options.kernels:
             continue
         if options.kernels is None and interpreted(kernel, device):
             no_gpu = "Triton's interpreter is no GPU: --kernel triton times it all the same"
-            found.append(Choice(kernel, None, None, no_gpu, name))
+            chosen.append(Choice(kernel, None, None, no_gpu, name))
             continue
-        for config, profile in _configs(kernel, case.problem, device, options):
+        found = profiles.find(kernel, case.problem, device)
+        for config, profile in _configs(kernel, case.problem, device, options, found):
             reason = kernel.legal(case.problem, config, device)
             label = f"{name} {config.schedule}" if options.schedules else name
-            found.append(Choice(kernel, config, profile, reason, label))
-    if not options.schedules:
-        _report(case, device, found)
-    return found
-
-
-def _report(case: Case, device: Device, choices: Sequence[Choice]) -> None:
-    """Warn of stale profiles, and of a problem that no kernel was tuned for.
-
-    Raises:
-        UsageError: profiles are strict, and one of the kernels was not tuned for it.
-    """
-    chosen = [c.kernel for c in choices if c.reason is None and c.profile is not None]
-    found = [(kernel, profiles.find(kernel, case.problem, device)) for kernel in chosen]
-    tuned = any(f.source == "tuned" for _, f in found)
-    for kernel, f in found:
-        if f.stale or profiles.strict() or not tuned:
-            report(case.op, kernel, case.problem, device, f)
+            chosen.append(Choice(kernel, config, profile, reason, label))
+            if reason is None and profile is not None and not options.schedules:
+                used.append((kernel, found))
+    tuned = any(found.source == "tuned" for _, found in used)
+    for kernel, found in used:
+        if found.stale or profiles.strict() or not tuned:
+            report(case.op, kernel, case.problem, device, found)
+    return chosen
 
 
 def _configs(
-    kernel: Kernel, problem: Any, device: Device, options: Options
+    kernel: Kernel, problem: Any, device: Device, options: Options, found: Found
 ) -> list[tuple[Any, str | None]]:
     """Return the config to measure, or one per schedule, each with its source."""
-    if not options.schedules:
-        return [_config(kernel, problem, device, options)]
-    tuned = profiles.exact(kernel, problem, device)
-    return [
-        (tuned.config, tuned.source)
-        if tuned and tuned.config.schedule == config.schedule
-        else (config, "default")
-        for config in kernel.schedules(problem, device)
-    ]
-
-
-def _config(
-    kernel: Kernel, problem: Any, device: Device, options: Options
-) -> tuple[Any, str | None]:
-    found = profiles.find(kernel, problem, device)
+    if options.schedules:
+        return [
+            (found.config, found.source)
+            if found.source == "tuned" and found.config.schedule == config.schedule
+            else (config, "default")
+            for config in kernel.schedules(problem, device)
+        ]
     known = found.config.as_dict()
     given = {name: value for name, value in options.config.items() if name in known}
     if not given:
-        return found.config, found.source
-    return kernel.Config.parse({**known, **given}), None
+        return [(found.config, found.source)]
+    return [(kernel.Config.parse({**known, **given}), None)]
 
 
 def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jetfire.bench import command
 from jetfire.bench import shipped as records
 from jetfire.bench.progress import watch
 from jetfire.core import profiles, registry
@@ -21,8 +20,10 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose
 from jetfire.core.op import Op
 from jetfire.core.terminal import note
+from jetfire.measure.load import Load
+from jetfire.measure.peaks import cached
 from jetfire.measure.plan import Case
-from jetfire.measure.runner import Options
+from jetfire.measure.runner import Options, Runner
 
 BF16 = "cublas_bf16"
 FP8 = ("fp8_scaled_mm", "fp8_scaled_mm_block")
@@ -100,7 +101,7 @@ class Measured:
     def __init__(self, device: Device, seed: int, debug: bool) -> None:
         self.device, self.source = device, f"measured on {device.name}"
         self.options = Options(peers=(BF16, *FP8), rounds=_ROUNDS, seed=seed, debug=debug)
-        self.runner = command.prepare(device, self.options)
+        self.runner = Runner(device, cached(Load(device)), self.options, note)
         self._known: dict[tuple[str, Any], Time | None] = {}
 
     def measure(self, problems: Iterable[tuple[Op, Any]]) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from jetfire.core import environment, files
+from jetfire.core.device import Device
 from jetfire.gpt2.data import prepared
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.measure import peaks
+from jetfire.measure.load import Load
 
 NOWHERE = "/proc/nobody"
 NAMES = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR", "JETFIRE_CACHE", "JETFIRE_TOKENS")
@@ -36,8 +38,8 @@ def test_one_variable_moves_all_of_ours(tmp_path, monkeypatch):
     assert files.cache() == tmp_path / "ours"
     assert prepared.cache() == tmp_path / "ours" / "data"
     assert compiler.cache_folder() == tmp_path / "ours" / "cubin"
-    monkeypatch.setattr(peaks, "_watched", lambda _: {"copy_gbps": 1.0})
-    peaks.cached(peaks.Device("cpu"))
+    monkeypatch.setattr(peaks, "_measured", lambda _: {"copy_gbps": 1.0})
+    peaks.cached(Load(Device("cpu")))
     assert (tmp_path / "ours" / "peaks.json").exists()
 
 

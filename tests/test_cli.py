@@ -317,7 +317,7 @@ def test_sizes(text, sizes):
 def cases(*names: str, notes: list[str] | None = None, **request):
     said: list[str] = [] if notes is None else notes
     sizes = request.pop("sizes", {"m": [64]})
-    return plan.cases(plan.Request(names, sizes=sizes, **request), said.append)
+    return plan.cases(plan.Request(plan.choose_ops(names), sizes=sizes, **request), said.append)
 
 
 def test_dimensions_follow_m():

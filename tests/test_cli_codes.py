@@ -172,7 +172,7 @@ def test_a_chart_on_a_full_disk_is_one_line_and_the_table_is_shown(tmp_path, cap
 
 
 def test_the_bound_counts_the_problems_of_all_ops(monkeypatch):
-    request = plan.Request(("gemm", "quantize", "sample_rows"), sizes={"m": [64, 128]})
+    request = plan.parse(["gemm", "quantize", "sample_rows"], m=["64,128"])
     count = len(plan.cases(request, lambda _: None))
     assert count == 2 * (3 + 3 + 1)
     monkeypatch.setattr(plan, "MOST_PROBLEMS", count)

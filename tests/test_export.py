@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetfire.bench import command as bench_command
 from jetfire.cli import execute
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device, target_device
@@ -575,7 +574,7 @@ def test_an_interrupt_ends_what_is_prepared_and_starts_nothing(tmp_path, monkeyp
 def test_the_suite_saves_what_went_well_and_what_did_not(tmp_path, monkeypatch, capsys):
     hopper = dataclasses.replace(Device.parse("cpu"), kind="cuda", capability=(9, 0), name="H")
     monkeypatch.setattr(suite.Device, "parse", lambda *_: hopper)
-    monkeypatch.setattr(bench_command, "device_record", lambda *_: {"name": "H"})
+    monkeypatch.setattr(provenance, "device_record", lambda *_: {"name": "H"})
     monkeypatch.setattr(nvml.Nvml, "open", lambda *_: None)
     monkeypatch.setattr(peaks, "cached", lambda *_: {})
     problem = registry.get("quantize").Problem(8192, 4096, block=32)

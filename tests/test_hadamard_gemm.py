@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from jetfire.bench import command
 from jetfire.cli import execute
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
@@ -200,14 +199,14 @@ def test_the_bench_splits_its_time_by_stage(peaks_known, tmp_path, capsys):
 
 
 def test_the_bench_takes_the_paper_s_layers_on_a_gpu():
-    asked = command.request_of(command.BenchOptions(["hadamard-gemm"], mode=("fwd,bwd",)))
+    asked = plan.parse(["hadamard-gemm"], mode=["fwd,bwd"])
     gpu, cpu = target_device((9, 0)), Device(kind="cpu")
-    problems = [case.problem for case in plan.cases(command._sized(asked, gpu), print)]
+    problems = [case.problem for case in plan.cases(asked.on(gpu), print)]
     assert [(p.m, p.n, p.k) for p in problems[::2]] == PAPER
     assert {p.mode for p in problems} == {"fwd", "bwd"}
-    assert command._sized(asked, cpu).sizes == {"m": [512]}
-    given = command.request_of(command.BenchOptions(["hadamard-gemm"], k=["64"]))
-    assert command._sized(given, gpu).sizes == {"m": [4096], "k": [64]}
+    assert asked.on(cpu).sizes == {"m": [512]}
+    given = plan.parse(["hadamard-gemm"], k=["64"])
+    assert given.on(gpu).sizes == {"m": [4096], "k": [64]}
 
 
 def test_commands_that_need_a_kernel_s_own_code_say_so(tmp_path, capsys):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from jetfire.bench import history
-from jetfire.bench.command import device_record
 from jetfire.bench.history import KernelTimes, MeasuredRun, Point, changes
 from jetfire.cli import execute
 from jetfire.core import checkout
 from jetfire.core.device import Device
+from jetfire.measure.provenance import device_record
 from jetfire.measure.results import Results, Row
 
 NAMES = ("plain", "other", "third")

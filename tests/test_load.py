@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_load_average_stands_in_where_there_are_no_clocks(machine, monkeypatch
     for average, text in ((2.0, None), (2.1, "the load was 2.1 on 4 cores")):
         machine.average = average
         assert Load(CPU).text() == text
-        assert load.is_quiet(CPU) == (text is None)
+        assert Load(CPU).was_quiet == (text is None)
     monkeypatch.setattr(load, "_seconds", lambda: (0.0, 0.0))  # a sandbox that hides them
     assert Load(CPU).text() == "the load was 2.1 on 4 cores"
 
@@ -130,7 +131,7 @@ def test_a_gpu_is_busy_by_what_ran_beforehand(share, text, monkeypatch):
 def test_a_gpu_without_nvml_is_taken_for_quiet(monkeypatch):
     monkeypatch.setattr(Nvml, "open", lambda _: None)
     assert Load(GPU).text() is None
-    assert load.is_quiet(GPU)
+    assert Load(GPU).was_quiet
 
 
 def test_nothing_is_doubtful_of_quiet_rows():
@@ -174,7 +175,10 @@ def bench(monkeypatch, capsys):
     monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
 
     def run(rows, busy):
-        monkeypatch.setattr(Runner, "measure", lambda *_: rows)
+        def measure(_, case, options):
+            return [replace(row, problem=case.problem.as_dict()) for row in rows]
+
+        monkeypatch.setattr(Runner, "measure", measure)
         monkeypatch.setattr(Load, "text", lambda _: busy)
         words = ["gemm", "--m", "8,16,32", "--block", "32", "--device", "cpu", "--kernel", "int_mm"]
         assert execute("bench", words) == 0

@@ -270,7 +270,7 @@ def test_codes_in_place_are_those_of_a_new_tensor(block, out_block):
 
 def test_a_sweep_of_blocks_is_followed_where_it_is_left_out():
     def planned(**settings):
-        request = Request(["gelu"], sizes={"m": [64]}, blocks=["32", "128"], settings=settings)
+        request = Request([GELU], sizes={"m": [64]}, blocks=["32", "128"], settings=settings)
         return [(c.problem.block, c.problem.out_block) for c in cases(request, note=print)]
 
     assert planned() == [(32, 32), (128, 128)]

@@ -167,7 +167,7 @@ def test_too_many_rows_are_refused_before_they_are_measured(tmp_path, monkeypatc
         assert execute("bench", [*words, *more, "-o", str(file)]) == 2
         assert f"jetfire: that is {says}expected at most 10" in capsys.readouterr().err
     assert file.read_bytes() == before
-    cases = plan.cases(plan.Request(("gemm",), sizes={"m": [8, 16]}, blocks=["32"]), print)
+    cases = plan.cases(plan.parse(["gemm"], m=["8,16"], block=["32"]), print)
     plan.check_rows(cases, ["int_mm"], ["fp32_matmul"], 6)
 
 

@@ -39,7 +39,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         UsageError: there is none otherwise.
         NoDeviceError: there is none on this device, and one on another.
     """
-    plan.check_kernels([case.op.name for case in asked.cases], asked.kernels)
+    plan.check_kernels(dict.fromkeys(case.op for case in asked.cases), asked.kernels)
     index, count = asked.shard
     pairs = []
     for case in asked.cases[index::count]:

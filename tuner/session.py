@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from optuna.storages import InMemoryStorage
 
-from jetfire.bench import command as bench_command
 from jetfire.core import profiles
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
@@ -16,6 +15,7 @@ from jetfire.core.files import check_writable
 from jetfire.core.kernel import Config
 from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
+from jetfire.measure.load import Load
 from jetfire.measure.ncu import Ncu, ProfilingError
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.timer import noise
@@ -86,7 +86,7 @@ class Session:
             raise UsageError(
                 f"--objective {asked.objective}: {self.device.label} has no energy counter to read"
             )
-        self.peaks = peaks.cached(self.device)
+        self.peaks = peaks.cached(Load(self.device))
 
     def run(self, work: Sequence[SearchTarget]) -> None:
         """Tune each target in turn while there is time; what fails is named."""
@@ -189,7 +189,7 @@ class Session:
             "op": target.case.op.name,
             "kernel": target.kernel.name,
             "problem": problem.as_dict(),
-            "device": bench_command.device_record(self.device, self.peaks),
+            "device": provenance.device_record(self.device, self.peaks),
             "default": space.base.as_dict(),
             "objective": self.objective,
             "strategy": name,

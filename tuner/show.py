@@ -71,7 +71,7 @@ class Wanted:
                     for mode in op.modes
                     for problem in workloads.problems(op, request.workload, mode, {})
                 }
-                for op in choose_ops(request.ops)
+                for op in request.ops
             }
         return cls(fields, shapes, kernels)
 

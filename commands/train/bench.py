@@ -63,7 +63,6 @@ def run(
     from jetfire.models import sources
 
     asked = o.collect(command.BenchOptions, locals())
-    command.file_format(asked)
     chosen = recipes or ()
     if sources.named_here(case):
         if models.check_bench(case, asked.settings, chosen, asked.peers):

@@ -68,7 +68,7 @@ def run(
         shard=o.shard(shard),
     )
     options.check(asked)
-    plan.check_kernels(["all"], asked.kernels)
+    plan.check_kernels(plan.choose_ops(["all"]), asked.kernels)
     if sources.named_here(case):
         if corpus is not None:
             raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")

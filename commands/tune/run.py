@@ -175,7 +175,7 @@ def run(
     if not (shipped or unseen):
         size = 256 if Device.parse(device).kind == "cpu" else 4096
         cases = plan.cases(request.sized(size), terminal.note)
-    elif not (cases := known.cases(request.ops, request.blocks or ())):
-        names = ", ".join(request.ops)
+    elif not (cases := known.cases([op.name for op in request.ops], request.blocks or ())):
+        names = ", ".join(op.name for op in request.ops)
         raise UsageError(f"{names}: has nothing to tune: it launches the kernels of other ops")
     command.tune(dataclasses.replace(asked, cases=cases))

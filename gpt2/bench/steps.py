@@ -33,6 +33,7 @@ import torch
 
 from jetfire.bench import command
 from jetfire.bench import suite as suites
+from jetfire.bench.progress import watch
 from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
@@ -53,7 +54,6 @@ from jetfire.gpt2.bench.subjects import BlockSubject, Probe, StepSubject, Subjec
 from jetfire.gpt2.training import settings
 from jetfire.gpt2.training.step import Micro
 from jetfire.measure import timer
-from jetfire.measure.load import Load
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.peers import forget_compiled
 from jetfire.measure.plan import Note
@@ -496,7 +496,7 @@ def run(
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: training has no chart: expected -o FILE")
     peers = peers_of(asked.peers, kind_of_bench.variants)
-    kind, existing = command.file_format(asked), command.existing_rows(asked)
+    existing = command.existing_rows(asked)
     device = Device.parse(asked.device)
     if asked.dry_run:
         terminal.planned([f"{case}: {', '.join(case.recipes)}" for case in cases])
@@ -507,11 +507,9 @@ def run(
                 f"{case} is for a GPU: expected one, or a smaller case: jetfire "
                 "train bench tiny runs here"
             )
-    command.note_cpu(device)
     for peer in asked.peers if device.kind == "cpu" else ():
         if peer != EAGER:
             terminal.note(f"{peer} left out: runs on a GPU only")
-    load = Load(device)
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
     # On the CPU a sample is one call.
     sample_ms = SAMPLE_MS if device.kind == "cuda" else 0.01
@@ -526,10 +524,9 @@ def run(
     )
     known = existing is not None and existing.device.get("name") == device.name
     peaks = existing.device.get("peaks") if existing is not None and known else None
-    if not peaks or "busy" in peaks:
-        from jetfire.measure.peaks import cached
-
-        peaks = cached(device, asked.remeasure_peaks)
-    record = command.device_record(device, peaks)
-    output = command.Output(asked, record, existing, kind, again, load)
-    output.collect(cases, made.measure)
+    if peaks and "busy" in peaks:
+        peaks = None
+    output = command.Output(asked, device, existing, again, peaks)
+    with output.kept():
+        for case in watch(cases):
+            output.add(made.measure(case))
