@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,19 +130,23 @@ def cached(watch: Load, remeasure: bool = False) -> Peaks:
     device seems quiet.
     """
     file = files.cache() / "peaks.json"
-    key, found = _key(watch.device), None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_suffix(".lock"), timeout=LOCK_S):
-            known = _read(file)
-            found = known.get(key)
-            if found is None or remeasure or ("busy" in found and watch.was_quiet):
-                found = known[key] = _measured(watch)
-                if file.is_file() or not file.exists():
+    key = _key(watch.device)
+    known: dict[str, Peaks] = {}
+    with ExitStack() as stack:
+        kept = False  # a cache that cannot be kept costs two seconds, not the run
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(file.with_suffix(".lock"), timeout=LOCK_S))
+            known, kept = _read(file), file.is_file() or not file.exists()
+        found = known.get(key)
+        if found is None or remeasure or ("busy" in found and watch.was_quiet):
+            found = known[key] = measure(watch.device)
+            if busy := watch.text():
+                found["busy"] = busy
+            if kept:
+                with suppress(OSError, Unwritable):
                     write(file, json.dumps(known, indent=1) + "\n", alone=True)
-    except (OSError, Unwritable):  # a cache that cannot be kept costs two seconds, not the run
-        pass
-    return found or _measured(watch)
+        return found
 
 
 def _key(device: Device) -> str:
@@ -152,14 +157,6 @@ def _key(device: Device) -> str:
         policies = [os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
         parts += [f"{torch.get_num_threads()} threads", *policies]
     return "|".join(map(str, parts))
-
-
-def _measured(watch: Load) -> Peaks:
-    """Measure peaks, and note others' use of the device meanwhile."""
-    found = measure(watch.device)
-    if busy := watch.text():
-        found["busy"] = busy
-    return found
 
 
 def _read(file: Path) -> dict[str, Any]:
