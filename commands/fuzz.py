@@ -62,10 +62,11 @@ def run(
     version: o.Version = False,
 ) -> None:
     """Random problems, configs, values and layouts against the reference; failures are saved."""
+    from jetfire.core import registry
     from jetfire.measure import plan
 
     chosen = plan.choose_ops(ops or ["all"])
-    plan.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
+    registry.check_kernels(chosen, [*(kernels or ()), *([against] if against else [])])
     budget_s = None if budget is None else o.duration("--budget", budget)
     if interpreter and device not in ("auto", "cpu"):
         raise UsageError(f"--interpreter --device {device}: expected cpu, where it interprets")

@@ -164,3 +164,18 @@ def get_kernel(op: str, name: str) -> Kernel:
     if name not in known:
         raise unknown(f"{op} has no kernel {name!r}", name, known)
     return known[name]
+
+
+def check_kernels(ops: Iterable[Op], given: Sequence[str]) -> None:
+    """Refuse a name that no kernel of these ops has, without loading kernels where possible.
+
+    Raises:
+        UsageError: there is such a name.
+    """
+    chosen = [op.name for op in ops] if given else []
+    known = dict.fromkeys(kernel for op in chosen for kernel in kernel_names(op))
+    if "torch" in sys.modules:  # kernels may be loaded, and a caller have added some
+        known |= dict.fromkeys(kernel for op in chosen for kernel in kernels(op))
+    for name in given:
+        if name not in known:
+            raise unknown(f"no kernel {name!r}", name, known)

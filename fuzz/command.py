@@ -255,10 +255,8 @@ def _instrumented(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _pairs(asked: FuzzOptions) -> list[Pair]:
-    from jetfire.measure.plan import check_kernels
-
     ops = [registry.get(name) for name in asked.ops or registry.names()]
-    check_kernels(ops, [*asked.kernels, *([asked.against] if asked.against else [])])
+    registry.check_kernels(ops, [*asked.kernels, *([asked.against] if asked.against else [])])
     pairs = [
         (op.name, kernel)
         for op in ops

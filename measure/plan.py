@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,21 +211,6 @@ def _problems(op: Op, request: Request, mode: Any) -> tuple[list[Any], list[Usag
     return found, refused
 
 
-def check_kernels(ops: Iterable[Op], kernels: Sequence[str]) -> None:
-    """Refuse a name that no kernel of these ops has, without loading kernels where possible.
-
-    Raises:
-        UsageError: there is such a name.
-    """
-    chosen = [op.name for op in ops] if kernels else []
-    known = dict.fromkeys(kernel for op in chosen for kernel in registry.kernel_names(op))
-    if "torch" in sys.modules:  # kernels may be loaded, and a caller have added some
-        known |= dict.fromkeys(kernel for op in chosen for kernel in registry.kernels(op))
-    for name in kernels:
-        if name not in known:
-            raise unknown(f"no kernel {name!r}", name, known)
-
-
 def check_peers(names: Sequence[str]) -> None:
     """Raise UsageError where a name is no peer's."""
     for name in names:
@@ -325,7 +309,7 @@ def parse(
         if name in ("m", "n", "k", "block", "mode"):
             raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
     request = Request(chosen, modes, sizes, workload, block or None, fields)
-    check_kernels(request.ops, kernels)
+    registry.check_kernels(request.ops, kernels)
     cases(request.sized(EVERYWHERE), lambda note: None)  # which is made again for the device
     return request
 

@@ -14,7 +14,6 @@ from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
-from jetfire.measure import plan
 from jetfire.measure.ncu import Ncu
 from jetfire.measure.plan import Case
 from jetfire.report.text import plural, significant
@@ -39,7 +38,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         UsageError: there is none otherwise.
         NoDeviceError: there is none on this device, and one on another.
     """
-    plan.check_kernels(dict.fromkeys(case.op for case in asked.cases), asked.kernels)
+    registry.check_kernels(dict.fromkeys(case.op for case in asked.cases), asked.kernels)
     index, count = asked.shard
     pairs = []
     for case in asked.cases[index::count]:

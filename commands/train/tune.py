@@ -52,6 +52,7 @@ def run(
     debug: o.Debug = False,
 ) -> None:
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
+    from jetfire.core import registry
     from jetfire.core.errors import UsageError, unknown
     from jetfire.gpt2.bench.cases import OTHER_MODELS, runs_of
     from jetfire.gpt2.training.settings import PRESETS
@@ -68,7 +69,7 @@ def run(
         shard=o.shard(shard),
     )
     options.check(asked)
-    plan.check_kernels(plan.choose_ops(["all"]), asked.kernels)
+    registry.check_kernels(map(registry.get, registry.names()), asked.kernels)
     if sources.named_here(case):
         if corpus is not None:
             raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
