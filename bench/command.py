@@ -124,7 +124,7 @@ def bench(asked: BenchOptions) -> None:
 
     existing = existing_rows(asked)
     # Before torch is loaded: all names but a config's fields.
-    peers, config = plan.kept_peers(asked.peers), plan.parse_config(asked.config)
+    config, peers = plan.parse_config(asked.config), plan.kept_peers(asked.peers)
     request = None
     if asked.suite is not None:
         suite.check(asked)
@@ -161,9 +161,9 @@ def bench(asked: BenchOptions) -> None:
         request = request.on(device)
         work = [(case, options) for case in plan.cases(request, note)]
     cases = [case for case, _ in work]
-    runner.check_config(cases, options)
     there = len(existing.rows) if existing else 0
     plan.check_rows(cases, options.kernels, peers, there)
+    runner.check_config(cases, options)
     if asked.suite == "promotion":
         promotion.require(work, device)
     if asked.dry_run:
@@ -177,7 +177,8 @@ def bench(asked: BenchOptions) -> None:
         profiling.run_once(work, device)
         return
     profiler = None if asked.profile is None else ncu.Ncu.begun(device)
-    output = Output(asked, device, existing, replay(asked, request, work[0][0]))
+    again = replay(asked, request, cases[0])
+    output = Output(asked, device, existing, again)
     kind = promotion.PromotionRunner if asked.suite == "promotion" else runner.Runner
     measurer = kind(device, output.peaks, options, note)
     with output.kept():

@@ -89,8 +89,8 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
             no_gpu = "Triton's interpreter is no GPU: --kernel triton times it all the same"
             chosen.append(Choice(kernel, None, None, no_gpu, name))
             continue
-        found = profiles.find(kernel, case.problem, device)
-        for config, profile in _configs(kernel, case.problem, device, options, found):
+        found, configs = _configs(kernel, case.problem, device, options)
+        for config, profile in configs:
             reason = kernel.legal(case.problem, config, device)
             label = f"{name} {config.schedule}" if options.schedules else name
             chosen.append(Choice(kernel, config, profile, reason, label))
@@ -104,11 +104,12 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
 
 
 def _configs(
-    kernel: Kernel, problem: Any, device: Device, options: Options, found: Found
-) -> list[tuple[Any, str | None]]:
-    """Return the config to measure, or one per schedule, each with its source."""
+    kernel: Kernel, problem: Any, device: Device, options: Options
+) -> tuple[Found, list[tuple[Any, str | None]]]:
+    """Return what profiles have; and the config to measure, or one per schedule, with its source."""
+    found = profiles.find(kernel, problem, device)
     if options.schedules:
-        return [
+        return found, [
             (found.config, found.source)
             if found.source == "tuned" and found.config.schedule == config.schedule
             else (config, "default")
@@ -117,8 +118,8 @@ def _configs(
     known = found.config.as_dict()
     given = {name: value for name, value in options.config.items() if name in known}
     if not given:
-        return [(found.config, found.source)]
-    return [(kernel.Config.parse({**known, **given}), None)]
+        return found, [(found.config, found.source)]
+    return found, [(kernel.Config.parse({**known, **given}), None)]
 
 
 def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:

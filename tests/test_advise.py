@@ -156,7 +156,8 @@ def test_what_no_kernel_takes_is_not_known(monkeypatch, capsys):
         raise UsageError("no kernel of gemm takes m=1")
 
     monkeypatch.setattr(costs, "choose", none_takes)
-    monkeypatch.setattr(costs.command, "prepare", lambda *_: None)
+    monkeypatch.setattr(costs, "cached", lambda *_: {})
+    monkeypatch.setattr(costs, "Runner", lambda *_: None)
     assert Measured(CPU, seed=0, debug=False).time(GEMM, problem()) is None
     assert capsys.readouterr().err == "jetfire: no kernel of gemm takes m=1\n"
 
