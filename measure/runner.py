@@ -106,7 +106,7 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
 def _configs(
     kernel: Kernel, problem: Any, device: Device, options: Options
 ) -> tuple[Found, list[tuple[Any, str | None]]]:
-    """Return what profiles have; and the config to measure, or one per schedule, with its source."""
+    """Return what profiles have, and the config to measure or one per schedule, with its source."""
     found = profiles.find(kernel, problem, device)
     if options.schedules:
         return found, [
