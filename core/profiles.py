@@ -238,6 +238,7 @@ class _Tuned:
 class _Index:
     """A kernel's entries on one device, by `_sort_of` problem and by the `Op.matched` fields."""
 
+    op: Op
     exact: dict[Any, list[_Tuned]]
     alike: dict[tuple[Any, ...], list[_Tuned]]
 
@@ -302,7 +303,7 @@ def _entries(op: str, slug: str) -> Iterator[Entry]:
 @remembered
 def _index(kernel: Kernel, slug: str) -> _Index:
     op = registry.get(kernel.op)
-    index = _Index({}, {})
+    index = _Index(op, {}, {})
     for entry in _entries(kernel.op, slug):
         if entry.kernel != kernel.name:
             continue
@@ -329,19 +330,16 @@ def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
 def _relatives(kernel: Kernel, device: Device) -> _Index:
     """Return the entries of all devices of a device's architecture, its own among them."""
     if device.capability is None:
-        return _Index({}, {})
+        return _index(kernel, "")
     return _index(kernel, _slug("sm_{}{}".format(*device.capability)))
 
 
 def _legal_by_distance(
     kernel: Kernel, problem: Any, device: Device, farthest: float
 ) -> Iterator[_Tuned]:
-    op = registry.get(kernel.op)
-    kind, here = _kind(op, problem), _place(op, problem)
-    alike = [
-        (math.dist(here, tuned.place), tuned)
-        for tuned in _index(kernel, device_slug(device)).alike.get(kind, ())
-    ]
+    own = _index(kernel, device_slug(device))
+    kind, here = _kind(own.op, problem), _place(own.op, problem)
+    alike = [(math.dist(here, tuned.place), tuned) for tuned in own.alike.get(kind, ())]
     alike += [
         (math.hypot(math.dist(here, tuned.place), OTHER_FIELD), tuned)
         for tuned in _relatives(kernel, device).alike.get(kind, ())
@@ -387,8 +385,9 @@ def find(kernel: Kernel, problem: Any, device: Device) -> Found:
     """
     if found := known(kernel, problem, device):
         return found
+    op = _index(kernel, device_slug(device)).op
     for tuned in _legal_by_distance(kernel, problem, device, FARTHEST):
-        same = same_shape(registry.get(kernel.op), problem, tuned.entry)
+        same = same_shape(op, problem, tuned.entry)
         if same or _promising(kernel, problem, tuned.config, device):
             return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
     return Found(kernel.default(problem, device), "default")

@@ -535,7 +535,7 @@ sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 6
 @given(tuned=st.lists(st.tuples(sizes, st.integers(1, 300)), max_size=8), wanted=sizes)
 def test_nothing_legal_is_nearer(tuned, wanted):
     kernel = Toy()
-    index = profiles._Index({}, {})
+    index = profiles._Index(GEMM, {}, {})
     for problem, tile in tuned:
         one = profiles._Tuned(
             entry(problem, tile), problem, ToyConfig(tile), False, profiles._place(GEMM, problem)
