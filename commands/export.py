@@ -60,7 +60,6 @@ def run(
     chosen = plan.choose_ops(ops or [])
     if len(chosen) > 1:
         raise UsageError(f"export takes one op, given {', '.join(one.name for one in chosen)}")
-    options.check(asked)
     if block is None and "block" in chosen[0].Problem.__dataclass_fields__:
         block = ["32"]
     request = o.request(locals(), mode=[mode], kernels=[kernel] if kernel else [])

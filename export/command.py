@@ -6,7 +6,7 @@ from jetfire.core import broken, terminal
 from jetfire.core.errors import RegressionError
 from jetfire.core.terminal import note
 from jetfire.export.folder import default_target, export
-from jetfire.export.options import ExportOptions, check
+from jetfire.export.options import ExportOptions
 from jetfire.export.plan import make
 from jetfire.measure.results import Row, shape_text
 from jetfire.report.text import time_text, times
@@ -22,7 +22,6 @@ def run(asked: ExportOptions) -> None:
         UsageError, NoDeviceError, WrongResultError: see `plan.make` and `export`.
         RegressionError: it is slower than the workbench's own launch; it is there nonetheless.
     """
-    check(asked)
     plan = make(asked.cases, asked.kernel, asked.capability, asked.name)
     target = asked.target or default_target(plan)
     with broken.compiling(plan.op.name, plan.kernel.name, "sm_{}{}".format(*plan.capability)):

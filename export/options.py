@@ -1,4 +1,4 @@
-"""The options of an export, and all of it that can be refused before torch is loaded."""
+"""The options of an export: what is wrong with them is refused before torch is loaded."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ class ExportOptions:
     name: str | None = None
     check: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse what can be refused without a look at the cases, which have been checked.
 
-def check(asked: ExportOptions) -> None:
-    """Refuse what can be refused without a look at the cases, which have been checked.
-
-    Raises:
-        UsageError: there is no such target, or the name or the folder is taken.
-        NoDeviceError: the architecture is unknown.
-    """
-    if asked.target is not None and asked.target not in targets.NAMES:
-        raise unknown(f"--target {asked.target}", asked.target, targets.NAMES)
-    target_device(asked.capability)
-    if asked.name is not None:
-        naming.check(asked.name)
-    check_new(asked.folder)
+        Raises:
+            UsageError: there is no such target, or the name or the folder is taken.
+            NoDeviceError: the architecture is unknown.
+        """
+        if self.target is not None and self.target not in targets.NAMES:
+            raise unknown(f"--target {self.target}", self.target, targets.NAMES)
+        target_device(self.capability)
+        if self.name is not None:
+            naming.check(self.name)
+        check_new(self.folder)
 
 
 def check_new(folder: Path) -> None:

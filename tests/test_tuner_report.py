@@ -591,7 +591,7 @@ def test_a_page_without_plotly_is_refused_before_anything_runs(monkeypatch, tmp_
     monkeypatch.setitem(sys.modules, "plotly", None)
     needs = r"^needs plotly, which is not installed: pip install 'jetfire\[html\]'$"
     with pytest.raises(UsageError, match=needs):
-        options.check(options.TuneOptions(report=tmp_path / "page.html"))
+        options.TuneOptions(report=tmp_path / "page.html")
     with pytest.raises(UsageError, match=needs):
         tuning.render([])
     with pytest.raises(UsageError, match=needs):

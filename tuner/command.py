@@ -19,7 +19,7 @@ from jetfire.measure.plan import Case
 from jetfire.report.text import plural, significant
 from jetfire.tuner import display, unseen
 from jetfire.tuner.display import SearchDisplay
-from jetfire.tuner.options import EFFORTS, TuneOptions, check
+from jetfire.tuner.options import EFFORTS, TuneOptions
 from jetfire.tuner.recording import Recording, replayed
 from jetfire.tuner.search import SearchTarget
 from jetfire.tuner.session import Session, is_current
@@ -95,7 +95,6 @@ def tune(asked: TuneOptions) -> None:
         JetfireError: nothing can be tuned, or the study or the profile cannot be written; with exit
             code 130 after Ctrl-C, when the best so far has been saved.
     """
-    check(asked)
     objective: Objective = next(name for name in OBJECTIVES if name == asked.objective)
     first = Device.parse(asked.device)
     devices = [first] if ":" in asked.device else first.alike()

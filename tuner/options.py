@@ -1,4 +1,4 @@
-"""The options of a search, and all of it that can be refused before torch and Optuna load."""
+"""The options of a search: what is wrong with them is refused before torch and Optuna load."""
 
 from __future__ import annotations
 
@@ -79,33 +79,36 @@ class TuneOptions:
     format: str = "table"
     dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse options of which one is wrong on any device, or two contradict each other.
 
-def check(asked: TuneOptions) -> None:
-    """Refuse what can be refused before a device is touched; the cases have been checked.
-
-    Raises:
-        UsageError: a name is none of those there are, or a file cannot be written.
-        NoDeviceError: there is no such profiler here.
-    """
-    data.check(asked.data, f"--data {asked.data}")
-    check_peers(asked.peers or ())
-    for option, name, known in (
-        ("--effort", asked.effort, EFFORTS),
-        ("--strategy", asked.strategy, STRATEGIES),
-        ("--objective", asked.objective, OBJECTIVES),
-        ("--for-all", asked.for_all or "mean", FOR_ALL),
-        ("--bits", asked.bits or "same", BITS),
-    ):
-        if name not in known:
-            raise unknown(f"{option} {name}", name, known)
-    if asked.for_all and (asked.unseen or asked.missing or asked.shard != (0, 1)):
-        raise UsageError(f"--for-all {asked.for_all}: expected no --unseen, --missing or --shard")
-    if asked.profile and asked.unseen:
-        raise UsageError(f"--profile {asked.profile}: expected no --unseen, which keeps no winner")
-    if asked.max_noise is not None and asked.objective != "time":
-        raise UsageError(f"--objective {asked.objective}: expected time with --max-noise")
-    check_page(asked.report)
-    check_output("--record", asked.record, ".json", ".json.gz")
-    check_output("-o", asked.output, ".json")
-    if asked.profile is not None:
-        ncu.check(asked.device)
+        Raises:
+            UsageError: a name is none of those there are, or a file cannot be written.
+            NoDeviceError: there is no such profiler here.
+        """
+        data.check(self.data, f"--data {self.data}")
+        check_peers(self.peers or ())
+        for option, name, known in (
+            ("--effort", self.effort, EFFORTS),
+            ("--strategy", self.strategy, STRATEGIES),
+            ("--objective", self.objective, OBJECTIVES),
+            ("--for-all", self.for_all or "mean", FOR_ALL),
+            ("--bits", self.bits or "same", BITS),
+        ):
+            if name not in known:
+                raise unknown(f"{option} {name}", name, known)
+        if self.for_all and (self.unseen or self.missing or self.shard != (0, 1)):
+            raise UsageError(
+                f"--for-all {self.for_all}: expected no --unseen, --missing or --shard"
+            )
+        if self.profile and self.unseen:
+            raise UsageError(
+                f"--profile {self.profile}: expected no --unseen, which keeps no winner"
+            )
+        if self.max_noise is not None and self.objective != "time":
+            raise UsageError(f"--objective {self.objective}: expected time with --max-noise")
+        check_page(self.report)
+        check_output("--record", self.record, ".json", ".json.gz")
+        check_output("-o", self.output, ".json")
+        if self.profile is not None:
+            ncu.check(self.device)

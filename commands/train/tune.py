@@ -68,7 +68,6 @@ def run(
         peers=plan.kept_peers(peers),
         shard=o.shard(shard),
     )
-    options.check(asked)
     registry.check_kernels(map(registry.get, registry.names()), asked.kernels)
     if sources.named_here(case):
         if corpus is not None:

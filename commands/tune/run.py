@@ -138,6 +138,8 @@ def run(
 
     if "show" in (ops or ()):
         raise UsageError(f"tune {' '.join(ops or ())}: expected show first: jetfire tune show OP")
+    if replay is not None and profile is not None:
+        raise UsageError(f"--replay {replay}: nothing runs: leave out --profile")
     asked = o.collect(
         options.TuneOptions,
         locals(),
@@ -149,9 +151,6 @@ def run(
         max_noise=None if max_noise is None else parse_share(max_noise, "--max-noise"),
         keep=not unseen,
     )
-    if replay is not None and profile is not None:
-        raise UsageError(f"--replay {replay}: nothing runs: leave out --profile")
-    options.check(asked)
     if output is not None and not unseen:
         raise UsageError(f"-o {output}: expected --unseen N, whose rows it holds")
     if replay is not None:
