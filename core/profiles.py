@@ -445,7 +445,8 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.with_suffix(".lock"), wait=True):
             merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
-            write(file, _text(device, op, list(merged.values())), alone=True)
+            text = _text(device, op, list(merged.values()))
+            write(file, text, alone=True)
     except OSError as error:
         raise UsageError(f"cannot write profile {file}: {error.strerror or error}") from None
     forget()

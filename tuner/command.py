@@ -122,7 +122,7 @@ def tune(asked: TuneOptions) -> None:
         display.show(session.tuned, first, asked.format)
     if session.counted:
         display.show_counted(session.counted)
-    if session.studies:
+    if session.searches:
         _write_files(asked, session)
     _judge(session, len(work))
 
@@ -148,13 +148,13 @@ def _judge(session: Session, count: int) -> None:
 
 
 def _write_files(asked: TuneOptions, session: Session) -> None:
-    target, study = session.studies[0]
-    device = study.optuna.user_attrs["device"]
+    first = session.searches[0]
+    device = first.study.optuna.user_attrs["device"]
     if asked.report is not None:
         from jetfire.report import tuning
         from jetfire.tuner.digest import Digest
 
-        tuning.write([Digest.of(study.optuna) for _, study in session.studies], asked.report)
+        tuning.write([Digest.of(one.study.optuna) for one in session.searches], asked.report)
     if asked.unseen:
         rows = unseen.rows(session.tuned)
         said = unseen.conclusion(rows)
@@ -163,9 +163,11 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
         if asked.output is not None:
             unseen.write(rows, device, asked.seed, asked.output)
     if asked.record is not None:
-        space, trials = target.space, dict(study.finished())
-        problem = target.case.problem
-        made = Recording(target.kernel, problem, device, space.fields, space.base, trials)
+        target, space = first.target, first.target.space
+        trials = dict(first.trials)
+        made = Recording(
+            target.kernel, target.case.problem, device, space.fields, space.base, trials
+        )
         made.save(asked.record)
 
 

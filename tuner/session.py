@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,26 @@ FINAL_S, LEAST_S = 3.0, 2.0
 HOPELESS = ("wrong", "illegal", "compile")
 
 
+@dataclass
+class Search:
+    """The search of one target.
+
+    Attributes:
+        found: what a lookup gives.
+        trials: those of the study that have an outcome.
+    """
+
+    target: SearchTarget
+    study: Study
+    found: Found
+    trials: list[tuple[Config, Measurement]]
+
+
 class Session:
     """The devices, the display and the limits that all the searches of one command share.
 
     Attributes:
-        studies: with their targets, those of earlier runs too.
+        searches: those that were begun, or done by an earlier run.
         tuned: the searches that came to their ends; failed: the errors of others.
         counted: of each search whose winner was profiled, its counters.
         untried: searches that there was no time for.
@@ -72,7 +88,7 @@ class Session:
         self.effort = EFFORTS[asked.effort]
         self.trials = asked.trials or self.effort.trials
         self.runner = DeviceRunner(devices, asked.trial_s)
-        self.studies: list[tuple[SearchTarget, Study]] = []
+        self.searches: list[Search] = []
         self.tuned: list[FinishedSearch] = []
         self.failed: list[JetfireError] = []
         self.counted: list[CountedSearch] = []
@@ -127,10 +143,9 @@ class Session:
         Returns:
             What cut the search short, once the best so far has been saved; None if nothing did.
         """
-        found = profiles.find(target.kernel, target.case.problem, self.device)
-        study = self._study(target, found)
-        self.studies.append((target, study))
-        if not self.asked.for_all and self._done(study, is_current(found, self.objective)):
+        one = self._opened(target)
+        self.searches.append(one)
+        if not self.asked.for_all and self._done(one):
             return None
         if not self._started:  # it takes seconds: once something is sure to need the workers
             if self.asked.keep:
@@ -139,8 +154,9 @@ class Session:
             self._started = True
         share = max(LEAST_S, (self.end - self.runner.now()) / searches_left - self.final_s)
         share = min(share, max(0.0, self.end - self.runner.now() - self.final_s))
-        stopped = self._search(target, study, found, share)
-        if not study.finished():
+        stopped = self._search(one, share)
+        one.trials = one.study.finished()
+        if not one.trials:
             if stopped is not None:
                 raise stopped
             self.display.note(f"{target}: no config was tried in {share:.0f} s: nothing is saved")
@@ -150,13 +166,13 @@ class Session:
             return stopped
         if self.asked.keep:  # another tuner may have written a profile in the meantime
             profiles.forget()
-            found = profiles.find(target.kernel, target.case.problem, self.device)
+            one.found = profiles.find(target.kernel, target.case.problem, self.device)
         try:
             try:
-                self._finish(target, study, found, self.effort.rounds_s)
+                self._finish(one, self.effort.rounds_s)
             except KeyboardInterrupt as error:  # it hastens the end
                 stopped = error
-                self._finish(target, study, found, 1.0)
+                self._finish(one, 1.0)
         except (WrongResultError, TimedOutError):
             if stopped is not None:
                 raise stopped from None
@@ -172,12 +188,13 @@ class Session:
             raise UsageError(f"cannot write profile {file}: {error.strerror}") from None
         check_writable(file)
 
-    def _study(self, target: SearchTarget, found: Found) -> Study:
-        """The target's study, described for whoever reads it.
+    def _opened(self, target: SearchTarget) -> Search:
+        """Return a target's search, whose study is described for whoever reads it.
 
         First it tries the default, the profile's config, and those of the nearest problems.
         """
         asked, problem, space = self.asked, target.case.problem, target.space
+        found = profiles.find(target.kernel, problem, self.device)
         near = profiles.nearest(target.kernel, problem, self.device, NEAREST)
         configs = [space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
         points: dict[Point | None, None] = dict.fromkeys(space.point(config) for config in configs)
@@ -200,7 +217,7 @@ class Session:
             "flops": target.case.op.flops(problem),
             "bytes": target.case.op.bytes(problem),
         }
-        return Study(
+        study = Study(
             Identity(
                 target.kernel,
                 problem,
@@ -215,39 +232,41 @@ class Session:
             self.display.note,
             attributes,
         )
+        return Search(target, study, found, study.finished())
 
-    def _done(self, study: Study, fresh: bool) -> bool:
-        tried = len(study.finished())
-        enough = tried >= self.trials or study.exhausted()
-        if not (fresh and "final" in study.optuna.user_attrs and enough):
+    def _done(self, one: Search) -> bool:
+        """Return whether an earlier run has done it all, and say so."""
+        study, tried = one.study, len(one.trials)
+        exhausted = study.exhausted()
+        decided = is_current(one.found, self.objective) and "final" in study.optuna.user_attrs
+        if not decided or not (exhausted or tried >= self.trials):
             return False
         self.display.index += 1
         self.display.note(
             f"{study.identity.name}: tuned already, {plural(tried, 'trial')}: "
-            + ("all that are legal" if study.exhausted() else "a higher --trials goes on")
+            + ("all that are legal" if exhausted else "a higher --trials goes on")
         )
         return True
 
-    def _job(self, target: SearchTarget, found: Found) -> Job:
-        asked, case = self.asked, target.case
+    def _job(self, one: Search) -> Job:
+        asked, case = self.asked, one.target.case
         return Job(
             case.op,
-            target.kernel,
+            one.target.kernel,
             case.problem,
             asked.seed,
             asked.data,
             self.objective != "time",
             asked.peers,
-            found.config if asked.bits else None,
+            one.found.config if asked.bits else None,
             asked.max_noise,
         )
 
-    def _search(
-        self, target: SearchTarget, study: Study, found: Found, share: float
-    ) -> BaseException | None:
+    def _search(self, one: Search, share: float) -> BaseException | None:
         """Search for so many seconds; what stopped it before, if anything did."""
-        self.display.begin(str(target), self.trials, share, study.finished())
-        self.runner.begin(self._job(target, found))
+        target, study = one.target, one.study
+        self.display.begin(str(target), self.trials, share, one.trials)
+        self.runner.begin(self._job(one))
         try:
             limits = Limits(self.trials, self.runner.now() + share)
             search(study, self.runner, limits, self.display.trial)
@@ -259,38 +278,39 @@ class Session:
         except (KeyboardInterrupt, StorageError) as error:
             self.display.note(f"{str(error) or 'interrupted'}: keeping the best so far")
             return error
-        failed = sum(not measurement.measured for _, measurement in study.finished())
-        if failed:
+        if failed := sum(not measurement.measured for _, measurement in study.finished()):
             self.display.note(f"{target}: {plural(failed, 'trial')} failed: {study.log} says how")
         return None
 
-    def _finish(self, target: SearchTarget, study: Study, found: Found, rounds_s: float) -> None:
+    def _finish(self, one: Search, rounds_s: float) -> None:
         """Decide, and save what is new."""
-        begin, trials = self.runner.now(), study.finished()
+        begin = self.runner.now()
+        finalists = one.study.best(self.effort.finalists)
         try:
             final = decide(
                 self.runner,
-                study.best(self.effort.finalists),
-                target.space.base,
-                found.config,
-                found.source == "tuned",
+                finalists,
+                one.target.space.base,
+                one.found.config,
+                one.found.source == "tuned",
                 self.objective,
                 min(rounds_s, max(1.0, self.end - begin)),
-                {config: m.message for config, m in trials if self._hopeless(m)},
+                {config: m.message for config, m in one.trials if self._hopeless(m)},
                 self.effort.rounds,
             )
         except WrongResultError:
-            if {m.outcome for _, m in trials} == {"timeout"}:
+            if {m.outcome for _, m in one.trials} == {"timeout"}:
                 raise TimedOutError(
-                    f"{target}: no config was done in {self.asked.trial_s:g} s: give a longer "
+                    f"{one.target}: no config was done in {self.asked.trial_s:g} s: give a longer "
                     "--trial-timeout"
                 ) from None
             raise
         self.final_s = self.runner.now() - begin
-        self._conclude(target, study, found, final)
+        self._conclude(one, final)
 
-    def _conclude(self, target: SearchTarget, study: Study, found: Found, final: Final) -> None:
+    def _conclude(self, one: Search, final: Final) -> None:
         """Keep what was decided; the profile only where that is new."""
+        target = one.target
         for config, reason in final.failed.items():
             left_out = f"left out of the final comparison: {config.as_dict()}: {reason}"
             self.display.note(f"{target}: {left_out}")
@@ -300,88 +320,86 @@ class Session:
             self.display.note(
                 f"{target}: the noise is {left:.1%} still, after {plural(samples, 'sample')}"
             )
-        saved = self.asked.keep and not (final.kept and is_current(found, self.objective))
+        saved = self.asked.keep and not (final.kept and is_current(one.found, self.objective))
         if saved:
-            self._save(target, study, final)
-        study.conclude(final.as_dict())
-        self.tuned.append(FinishedSearch(target, found, final, study.finished(), saved))
+            self._save(one, final)
+        one.study.conclude(final.as_dict())
+        self.tuned.append(FinishedSearch(target, one.found, final, one.trials, saved))
 
     def _finish_together(self, work: Sequence[SearchTarget]) -> None:
         """Decide on one config of each kernel for all its problems, and save it for each.
 
         Every search's best few, its default and the config in use run on every problem.
         """
-        if len(searched := {t: s for t, s in self.studies if s.finished()}) < len(work):
-            missing = len(work) - len(searched)
+        searched = [one for one in self.searches if one.trials]
+        if missing := len(work) - len(searched):
             self.display.note(f"no config for all: {missing} of {len(work)} were not searched")
             return
         profiles.forget()  # another tuner may have written some in the meantime
+        for one in searched:
+            one.found = profiles.find(one.target.kernel, one.target.case.problem, self.device)
         for kernel in dict.fromkeys(target.kernel for target in work):
-            studies = {t: study for t, study in searched.items() if t.kernel is kernel}
-            found = {t: profiles.find(kernel, t.case.problem, self.device) for t in studies}
-            bases = [config for t in studies for config in (t.space.base, found[t].config)]
-            bests = [c for study in studies.values() for c in study.best(self.effort.finalists)]
-            configs = list(dict.fromkeys([*bases, *bests]))
+            alike = [one for one in searched if one.target.kernel is kernel]
+            bases = [
+                config for one in alike for config in (one.target.space.base, one.found.config)
+            ]
+            bests = [c for one in alike for c in one.study.best(self.effort.finalists)]
             try:
-                finals = self._decided_together(list(studies), found, configs)
+                finals = self._decided_together(alike, list(dict.fromkeys([*bases, *bests])))
             except JetfireError as error:
                 self.display.note(f"{kernel.op}/{kernel.name}: {error}")
                 self.failed.append(error)
                 continue
-            for target, final in finals.items():
-                self._conclude(target, studies[target], found[target], final)
+            for one, final in zip(alike, finals, strict=True):
+                self._conclude(one, final)
 
     def _decided_together(
-        self,
-        targets: Sequence[SearchTarget],
-        found: Mapping[SearchTarget, Found],
-        configs: Sequence[Config],
-    ) -> dict[SearchTarget, Final]:
+        self, searches: Sequence[Search], configs: Sequence[Config]
+    ) -> list[Final]:
         """Compare configs on every target, and take the one that is best for all."""
-        compared = {}
-        for target in targets:
-            self.runner.begin(self._job(target, found[target]))
-            legal = [c for c in configs if target.space.reason(c) is None]
-            compared[target] = compare(self.runner, legal, self.effort.rounds_s, self.effort.rounds)
+        compared = []
+        for one in searches:
+            self.runner.begin(self._job(one))
+            legal = [c for c in configs if one.target.space.reason(c) is None]
+            compared.append(compare(self.runner, legal, self.effort.rounds_s, self.effort.rounds))
         times = [
-            {c: float(np.median(costs(t, self.objective))) for c, t in one.configs.items()}
-            for one in compared.values()
+            {c: float(np.median(costs(t, self.objective))) for c, t in on_one.configs.items()}
+            for on_one in compared
         ]
         config, ratios = best_for_all(times, str(self.asked.for_all))
+        kernel = searches[0].target.kernel
         self.display.note(
-            f"{targets[0].kernel.op}/{targets[0].kernel.name}: one config for {len(targets)} "
-            f"problems: {mean(ratios) - 1:.1%} above each problem's best in the geometric mean, "
+            f"{kernel.op}/{kernel.name}: one config for {len(searches)} problems: "
+            f"{mean(ratios) - 1:.1%} above each problem's best in the geometric mean, "
             f"{max(ratios) - 1:.1%} at worst"
         )
-        return {
-            target: Final(
+        return [
+            Final(
                 config,
-                one.configs[config],
-                one.configs.get(target.space.base),
-                one.configs.get(found[target].config),
+                on_one.configs[config],
+                on_one.configs.get(one.target.space.base),
+                on_one.configs.get(one.found.config),
                 False,
-                one.peers,
-                one.failed,
-                one.digests.get(config),
+                on_one.peers,
+                on_one.failed,
+                on_one.digests.get(config),
             )
-            for target, one in compared.items()
-        }
+            for one, on_one in zip(searches, compared, strict=True)
+        ]
 
     def count(self, profiler: Ncu) -> None:
         """Have a profiler count each winner and its default, those of earlier runs too."""
         if self.stopped is not None:
             return
         try:
-            for target, study in self.studies:
-                final = study.optuna.user_attrs.get("final")
-                if final:
-                    self._count(target, study, final, profiler)
+            for one in self.searches:
+                if final := one.study.optuna.user_attrs.get("final"):
+                    self._count(one, final, profiler)
         except KeyboardInterrupt as error:
             self.stopped = error
 
-    def _count(
-        self, target: SearchTarget, study: Study, final: Mapping[str, Any], profiler: Ncu
-    ) -> None:
+    def _count(self, one: Search, final: Mapping[str, Any], profiler: Ncu) -> None:
+        target = one.target
         seed, data, case = self.asked.seed, self.asked.data, target.case
         winner, default = dict(final.get("config") or {}), target.space.base.as_dict()
         found = {}
@@ -397,7 +415,7 @@ class Session:
             default_too = found["winner"] if winner == default else found.get("default")
             self.counted.append(CountedSearch(target, found["winner"], default_too))
             counters = {"counters": found["winner"], "default_counters": default_too}
-            study.conclude({**final, **counters})
+            one.study.conclude({**final, **counters})
 
     def _hopeless(self, measurement: Measurement) -> bool:
         """Whether another run would change nothing; with more time it may."""
@@ -405,8 +423,8 @@ class Session:
             return self.asked.trial_s < 2 * measurement.seconds
         return measurement.outcome in HOPELESS
 
-    def _save(self, target: SearchTarget, study: Study, final: Final) -> None:
-        timing = final.timing
+    def _save(self, one: Search, final: Final) -> None:
+        target, timing = one.target, final.timing
         entry = Entry(
             kernel=target.kernel.name,
             problem=target.case.problem.as_dict(),
@@ -419,8 +437,8 @@ class Session:
             joules=None if timing.joules is None else digits(timing.joules),
             objective=self.objective,
             vs_peer={name: digits(ratio) for name, ratio in final.vs_peer.items()},
-            trials=len(study.finished()),
-            strategy=str(study.optuna.user_attrs["strategy"]),
+            trials=len(one.trials),
+            strategy=str(one.study.optuna.user_attrs["strategy"]),
             provenance=provenance.of(target.kernel, self.device),
             digest=final.digest,
         )

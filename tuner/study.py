@@ -380,10 +380,9 @@ class Study:
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not _is_dead(trial, local=self.file is not None):
                 continue
-            if (measurement := Measurement.parse(trial.user_attrs)) is not None:
-                self._end(trial.number, measurement)
-            else:
-                self._give_up(trial.number)
+            measurement = Measurement.parse(trial.user_attrs)
+            values = None if measurement is None else measurement.values(self.objective)
+            self._end(trial.number, values)
         # No tuner leaves such; Optuna would hand them out in place of what the strategy chooses.
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             self.optuna._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
@@ -456,15 +455,15 @@ class Study:
                 # The outcome comes last: with it, a trial whose tuner dies here is whole.
                 for name, value in {**attributes, "outcome": measurement.outcome}.items():
                     trial.set_user_attr(name, value)
-                self._end(number, measurement)
+                self._end(number, measurement.values(self.objective))
             except RuntimeError:  # in Optuna 5 its UpdateFinishedTrialError
                 trials = self.optuna.get_trials(deepcopy=False)
                 if not any(t.number == number and t.state.is_finished() for t in trials):
                     raise
             del self._asked[number]
 
-    def _end(self, number: int, measurement: Measurement) -> None:
-        values = measurement.values(self.objective)
+    def _end(self, number: int, values: list[float] | None) -> None:
+        """End a trial with its values; without any it is given up."""
         if values is None:
             self._give_up(number)
         else:
