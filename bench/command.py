@@ -100,6 +100,7 @@ class BenchOptions:
             for name, value in given.items():
                 if value is not None:
                     raise UsageError(f"--profile-run: nothing is timed: leave out {name}")
+        plan.parse_config(self.config)
         check_output("--plot", self.plot, *PLOTS)
         if self.output is not None:
             check_writable(self.output)
@@ -123,9 +124,8 @@ def bench(asked: BenchOptions) -> None:
     from jetfire.bench import suite
 
     existing = existing_rows(asked)
-    # Before torch is loaded: all names but a config's fields.
-    config, peers = plan.parse_config(asked.config), plan.kept_peers(asked.peers)
     request = None
+    # Before torch is loaded: all names but a config's fields.
     if asked.suite is not None:
         suite.check(asked)
     else:
@@ -139,31 +139,16 @@ def bench(asked: BenchOptions) -> None:
             asked.mode,
             asked.settings,
             asked.kernels,
+            asked.peers,
         )
     device = Device.parse(asked.device)
     from jetfire.bench import profiling, promotion
     from jetfire.measure import runner
 
-    on_gpu = device.kind == "cuda"
-    options = runner.Options(
-        kernels=asked.kernels or None,
-        peers=peers,
-        config=config,
-        data=asked.data,
-        seed=asked.seed,
-        rounds=asked.rounds or (20 if on_gpu else 7),
-        budget_s=30.0 if on_gpu else 10.0,
-        debug=asked.debug,
-    )
-    if request is None:
-        work = suite.cases(str(asked.suite), options)
-    else:
-        request = request.on(device)
-        work = [(case, options) for case in plan.cases(request, note)]
-    cases = [case for case, _ in work]
-    there = len(existing.rows) if existing else 0
-    plan.check_rows(cases, options.kernels, peers, there)
-    runner.check_config(cases, options)
+    request = request and request.on(device)
+    work = _work(asked, request, device)
+    runner.check_rows(work, len(existing.rows) if existing else 0)
+    runner.check_config(work)
     if asked.suite == "promotion":
         promotion.require(work, device)
     if asked.dry_run:
@@ -171,22 +156,51 @@ def bench(asked: BenchOptions) -> None:
         return
     if request is not None:
         runner.check_device(work, device)
-    elif asked.suite != "promotion" and not on_gpu:
+    elif asked.suite != "promotion" and device.kind == "cpu":
         raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
     if asked.profile_run:
         profiling.run_once(work, device)
         return
     profiler = None if asked.profile is None else ncu.Ncu.begun(device)
-    again = replay(asked, request, cases[0])
-    output = Output(asked, device, existing, again)
-    kind = promotion.PromotionRunner if asked.suite == "promotion" else runner.Runner
-    measurer = kind(device, output.peaks, options, note)
+    output = Output(asked, device, existing, replay(asked, request, work[0][0]))
+    _measure(work, output, profiler)
+
+
+def _work(asked: BenchOptions, request: Request | None, device: Device) -> list[Work]:
+    """Return the problems of a request, or of a suite, each with the options to measure it with."""
+    from jetfire.bench import suite
+    from jetfire.measure.runner import Options
+
+    on_gpu = device.kind == "cuda"
+    options = Options(
+        kernels=asked.kernels or None,
+        peers=plan.kept_peers(asked.peers),
+        config=plan.parse_config(asked.config),
+        data=asked.data,
+        seed=asked.seed,
+        rounds=asked.rounds or (20 if on_gpu else 7),
+        budget_s=30.0 if on_gpu else 10.0,
+        debug=asked.debug,
+    )
+    if request is None:
+        return suite.cases(str(asked.suite), options)
+    return [(case, options) for case in plan.cases(request, note)]
+
+
+def _measure(work: Sequence[Work], output: Output, profiler: ncu.Ncu | None) -> None:
+    """Measure one problem after another; show and save the rows."""
+    from jetfire.bench.promotion import PromotionRunner
+    from jetfire.measure.runner import Runner
+
+    first = work[0][1]
+    kind = PromotionRunner if first.schedules else Runner
+    runner = kind(output.device, output.peaks, first, note)
     with output.kept():
-        for case, chosen in watch(work, lambda item: item[0]):
-            rows = measurer.measure(case, chosen)
+        for case, options in watch(work, lambda item: item[0]):
+            rows = runner.measure(case, options)
             output.add(rows)
             if profiler is not None:
-                output.add(profiler.rows(rows, case, chosen.seed, chosen.data, note))
+                output.add(profiler.rows(rows, case, options.seed, options.data, note))
 
 
 def existing_rows(asked: BenchOptions) -> Results | None:

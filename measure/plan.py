@@ -15,7 +15,6 @@ from jetfire.core.errors import UsageError, unknown
 from jetfire.core.op import Op
 from jetfire.core.problem import MOST_ELEMENTS
 from jetfire.measure import peers as peer_ops
-from jetfire.measure.results import MOST_ROWS
 
 BLOCKS = ("32", "64", "128")
 EVERYWHERE = 1024  # a size that every op takes
@@ -230,36 +229,6 @@ def kept_peers(names: Sequence[str] | None) -> list[str] | None:
     return list(names or ()) or None
 
 
-def check_rows(
-    chosen: Sequence[Case],
-    kernels: Sequence[str] | None,
-    peers: Sequence[str] | None,
-    there: int,
-) -> None:
-    """Refuse, before measuring, more rows than a results file has room for.
-
-    Args:
-        kernels, peers: the names to keep; None keeps all.
-        there: the number of rows that the file holds already.
-
-    Raises:
-        UsageError: there may be more rows than `MOST_ROWS`.
-    """
-    beside = peer_ops.MOST if peers is None else min(len(peers), peer_ops.MOST)
-    rows = {
-        name: beside
-        + sum(kernels is None or kernel in kernels for kernel in registry.kernels(name))
-        for name in dict.fromkeys(case.op.name for case in chosen)
-    }
-    most = there + sum(rows[case.op.name] for case in chosen)
-    if most > MOST_ROWS:
-        held = f", {there} of which are there already" if there else ""
-        raise UsageError(
-            f"that is up to {most} rows{held}: expected at most {MOST_ROWS} in a results file; "
-            "give fewer sizes or values, or --kernel and --peer"
-        )
-
-
 def choose_ops(names: Sequence[str]) -> list[Op]:
     """Return the ops of some names.
 
@@ -283,12 +252,13 @@ def parse(
     mode: Sequence[str] = ("fwd",),
     settings: Sequence[str] = (),
     kernels: Sequence[str] = (),
+    peers: Sequence[str] = (),
 ) -> Request:
     """Return what a command's options ask for, which some device could measure.
 
     Args:
         ops: names of ops; ``all`` is every one.
-        kernels: names of kernels, one of which each is to have.
+        kernels, peers: further names, which are checked.
 
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
@@ -297,6 +267,7 @@ def parse(
     sizes = {dim: parse_sizes(f"--{dim}", ",".join(texts)) for dim, texts in given.items() if texts}
     modes, fields = parse_list(mode), parse_settings("--set", settings)
     chosen = choose_ops(ops)
+    kept_peers(peers)
     if workload is not None:
         if workload not in workloads.names():
             raise unknown(f"no workload {workload!r}", workload, workloads.names())

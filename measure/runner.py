@@ -12,7 +12,7 @@ import torch
 
 from jetfire.core import broken, profiles, registry, terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import NoDeviceError, unknown
+from jetfire.core.errors import NoDeviceError, UsageError, unknown
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
 from jetfire.core.op import Check
@@ -23,7 +23,7 @@ from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case, Note
 from jetfire.measure.proof import Guard, Sets
-from jetfire.measure.results import Row, problem_text
+from jetfire.measure.results import MOST_ROWS, Row, problem_text
 from jetfire.measure.timer import Timing
 
 LONG_FLOPS = 1e11
@@ -138,19 +138,45 @@ def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
             )
 
 
-def check_config(cases: Sequence[Case], options: Options) -> None:
+def check_config(work: Sequence[tuple[Case, Options]]) -> None:
     """Refuse a config field that none of the kernels has.
 
     Raises:
         UsageError: the message lists the fields that they have.
     """
-    names = dict.fromkeys(case.op.name for case in cases)
-    kernels = [kernel for op in names for kernel in registry.kernels(op).values()]
-    chosen = [k for k in kernels if options.kernels is None or k.name in options.kernels]
-    fields = dict.fromkeys(n for k in chosen for n in k.Config.__dataclass_fields__)
-    for name in options.config:
+    by_op = {case.op.name: options for case, options in work}
+    chosen = [
+        kernel
+        for op, options in by_op.items()
+        for kernel in registry.kernels(op).values()
+        if options.kernels is None or kernel.name in options.kernels
+    ]
+    fields = dict.fromkeys(n for kernel in chosen for n in kernel.Config.__dataclass_fields__)
+    for name in dict.fromkeys(name for options in by_op.values() for name in options.config):
         if name not in fields:
             raise unknown(f"no config field {name!r}", name, fields)
+
+
+def check_rows(work: Sequence[tuple[Case, Options]], there: int) -> None:
+    """Refuse, before measuring, more rows than a results file has room for.
+
+    Args:
+        there: the number of rows that the file holds already.
+
+    Raises:
+        UsageError: there may be more rows than `MOST_ROWS`.
+    """
+    most = there
+    for case, options in work:
+        kernels = registry.kernels(case.op.name).keys()
+        most += len(kernels if options.kernels is None else kernels & set(options.kernels))
+        most += min(peer_ops.MOST if options.peers is None else len(options.peers), peer_ops.MOST)
+    if most > MOST_ROWS:
+        held = f", {there} of which are there already" if there else ""
+        raise UsageError(
+            f"that is up to {most} rows{held}: expected at most {MOST_ROWS} in a results file; "
+            "give fewer sizes or values, or --kernel and --peer"
+        )
 
 
 def sample_ms_of(case: Case, device: Device) -> float:

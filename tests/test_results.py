@@ -12,7 +12,7 @@ import pytest
 from jetfire.cli import execute
 from jetfire.core.errors import UsageError
 from jetfire.core.files import write
-from jetfire.measure import plan, results
+from jetfire.measure import plan, results, runner
 from jetfire.measure.results import MOST, MOST_ROWS, Results, Row
 from jetfire.measure.runner import Runner
 
@@ -159,7 +159,7 @@ def test_too_many_rows_are_refused_before_they_are_measured(tmp_path, monkeypatc
     file.write_text(Results({"name": "x"}, [row(kernel=f"k{i}") for i in range(7)]).to_json())
     before = file.read_bytes()
     words = ["gemm", "--m", "8,16", "--block", "32", "--device", "cpu", "--kernel", "int_mm"]
-    monkeypatch.setattr(plan, "MOST_ROWS", 10)
+    monkeypatch.setattr(runner, "MOST_ROWS", 10)
     for more, says in (
         (["--append", "--peer", "eager"], "up to 11 rows, 7 of which are there already: "),
         (["--m", "8,16,32"], "up to 18 rows: "),
@@ -168,7 +168,8 @@ def test_too_many_rows_are_refused_before_they_are_measured(tmp_path, monkeypatc
         assert f"jetfire: that is {says}expected at most 10" in capsys.readouterr().err
     assert file.read_bytes() == before
     cases = plan.cases(plan.parse(["gemm"], m=["8,16"], block=["32"]), print)
-    plan.check_rows(cases, ["int_mm"], ["fp32_matmul"], 6)
+    options = runner.Options(kernels=["int_mm"], peers=["fp32_matmul"])
+    runner.check_rows([(case, options) for case in cases], 6)
 
 
 def test_a_device_has_all_its_peaks_or_none(tmp_path):
