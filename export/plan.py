@@ -219,19 +219,17 @@ def make(
             for that architecture or was never tuned there, or the name is no C identifier or taken.
         NoDeviceError: the architecture is unknown.
     """
-    device = target_device(capability)
     found = list(dict.fromkeys(case.op.name for case in cases))
     if len(found) != 1:
         raise UsageError(f"export takes one op, given {', '.join(found)}")
     op = cases[0].op
     problems = [case.problem for case in cases]
     _alike(op, problems)
+    device = target_device(capability)
     kernels = registry.kernels(op.name)
+    named = None if kernel_name is None else registry.get_kernel(op.name, kernel_name)
     _check_exportable(op, kernels)
-    if kernel_name is None:
-        kernel = _fastest(op, kernels, problems, device)
-    else:
-        kernel = registry.get_kernel(op.name, kernel_name)
+    kernel = named or _fastest(op, kernels, problems, device)
     if kernel.backend == "cpu":
         raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
     if kernel.backend == "python":
