@@ -142,22 +142,20 @@ def bench(asked: BenchOptions) -> None:
             asked.peers,
         )
     device = Device.parse(asked.device)
-    from jetfire.bench import profiling, promotion
+    from jetfire.bench import profiling
     from jetfire.measure import runner
 
     request = request and request.on(device)
     work = _work(asked, request, device)
     runner.check_rows(work, len(existing.rows) if existing else 0)
     runner.check_config(work)
-    if asked.suite == "promotion":
-        promotion.require(work, device)
+    if asked.suite == "promotion" or (request is not None and not asked.dry_run):
+        runner.check_device(work, device)
+    elif device.kind == "cpu" and not asked.dry_run:
+        raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
     if asked.dry_run:
         _dry_run(work, device)
         return
-    if request is not None:
-        runner.check_device(work, device)
-    elif asked.suite != "promotion" and device.kind == "cpu":
-        raise NoDeviceError(f"--suite {asked.suite}: its sizes are for a GPU; name an op instead")
     if asked.profile_run:
         profiling.run_once(work, device)
         return

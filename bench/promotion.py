@@ -16,30 +16,13 @@ from dataclasses import replace
 
 import torch
 
-from jetfire.core.device import Device
-from jetfire.core.errors import NoDeviceError
 from jetfire.core.tensors import Tensors
 from jetfire.measure import peers as peer_ops
 from jetfire.measure.check import relative_error
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
-from jetfire.measure.runner import Choice, Options, Runner, choices
+from jetfire.measure.runner import Choice, Runner
 from jetfire.ops.gemm import OP as GEMM
-
-
-def require(work: Sequence[tuple[Case, Options]], device: Device) -> None:
-    """Some kernel with a choice of schedules must run here.
-
-    Raises:
-        NoDeviceError: none does; the message has each one's reason.
-    """
-    found = [choice for case, options in work for choice in choices(case, device, options)]
-    if not any(choice.reason is None for choice in found):
-        reasons = dict.fromkeys(f"{choice.kernel.name}: {choice.reason}" for choice in found)
-        raise NoDeviceError(
-            f"--suite promotion: no kernel with a choice of schedules runs on {device.label}"
-            f"{': ' if reasons else ''}{'; '.join(reasons)}"
-        )
 
 
 def sqnr(out: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:

@@ -126,11 +126,18 @@ def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
     """Refuse work of which nothing runs on this device, but some on another.
 
     Raises:
-        NoDeviceError: no kernel takes any of the problems here, and an architecture takes one.
+        NoDeviceError: no kernel takes any of the problems here, and an architecture takes one; or
+            none has a choice of schedules that is to be measured.
     """
     found = [(case, choice) for case, options in work for choice in choices(case, device, options)]
     if any(choice.reason is None for _, choice in found):
         return
+    if any(options.schedules for _, options in work):
+        reasons = dict.fromkeys(f"{choice.kernel.name}: {choice.reason}" for _, choice in found)
+        raise NoDeviceError(
+            f"--suite promotion: no kernel with a choice of schedules runs on {device.label}"
+            f"{': ' if reasons else ''}{'; '.join(reasons)}"
+        )
     for case, choice in found:
         if needs_another_device(choice.kernel, case.problem, device):
             raise NoDeviceError(
