@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jetfire.core import registry
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import check_output
 from jetfire.measure import data, ncu
@@ -88,6 +89,8 @@ class TuneOptions:
         """
         data.check(self.data, f"--data {self.data}")
         check_peers(self.peers or ())
+        if self.cases:
+            registry.check_kernels(dict.fromkeys(case.op for case in self.cases), self.kernels)
         for option, name, known in (
             ("--effort", self.effort, EFFORTS),
             ("--strategy", self.strategy, STRATEGIES),
