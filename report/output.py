@@ -30,12 +30,12 @@ def give(
     """
 
     def show() -> None:
-        if form == "json":
-            terminal.print_document(document)
-        elif form == "csv":
+        if form == "csv":
             _print(as_csv(records()))
         elif form == "md":
             _print(as_markdown(tables()))
+        elif form == "json":
+            terminal.print_document(document)
         else:
             display()
 
