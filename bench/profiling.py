@@ -1,4 +1,4 @@
-"""Profilers of `jetfire bench`: counters of what was timed, and a run for one from outside."""
+"""`jetfire bench --profile-run`: a run of each kernel for a profiler around the process."""
 
 from __future__ import annotations
 
