@@ -525,6 +525,25 @@ def check_output(option: str, path: Path | None, *suffixes: str) -> None:
     check_writable(path)
 
 
+def check_new(option: str, folder: Path) -> None:
+    """Check that an option's folder holds no more than what a killed writer of it left.
+
+    Raises:
+        UsageError: it does, or is no folder.
+    """
+    name = folder.absolute().name
+
+    def is_left(file: Path) -> bool:
+        return file.name.startswith(f".{name}.") and file.suffix in (_PART, ".lock")
+
+    try:
+        taken = folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir())))
+    except OSError as error:
+        raise UsageError(f"{option} {folder}: {error.strerror}") from None
+    if taken:
+        raise UsageError(f"{option} {folder}: expected a new or empty folder")
+
+
 def cache() -> Path:
     """Return the cache's folder: ``$JETFIRE_CACHE``, else the user's cache."""
     import platformdirs

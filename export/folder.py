@@ -13,7 +13,6 @@ from jetfire.core import files as core_files
 from jetfire.core.errors import UsageError
 from jetfire.export import cuda, embedded, samples, targets
 from jetfire.export.library import Library
-from jetfire.export.options import check_new
 from jetfire.export.plan import EMBEDDED, ExportPlan
 from jetfire.export.render import stamped
 from jetfire.export.target import ExportTarget, require
@@ -144,7 +143,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     with core_files.locked(place / lock):
-        check_new(folder)
+        core_files.check_new("-o", folder)
         core_files.tidy(place, name)
         with core_files.scratch(place, name) as scratch:
             yield scratch
@@ -156,7 +155,7 @@ def _place(whole: Path, folder: Path) -> None:
     Raises:
         UsageError: something has appeared there while it was made.
     """
-    check_new(folder)
+    core_files.check_new("-o", folder)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.replace(whole, folder)

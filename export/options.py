@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetfire.core.device import target_device
-from jetfire.core.errors import UsageError, unknown
+from jetfire.core.errors import unknown
+from jetfire.core.files import check_new
 from jetfire.export import naming, targets
 from jetfire.measure.plan import Case
 
@@ -36,19 +37,4 @@ class ExportOptions:
         target_device(self.capability)
         if self.name is not None:
             naming.check(self.name)
-        check_new(self.folder)
-
-
-def check_new(folder: Path) -> None:
-    """Raise UsageError where a folder holds more than a killed export's leavings, or is none."""
-    name = folder.absolute().name
-
-    def is_left(file: Path) -> bool:
-        return file.name.startswith(f".{name}.") and file.suffix in (".part", ".lock")
-
-    try:
-        taken = folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir())))
-    except OSError as error:
-        raise UsageError(f"-o {folder}: {error.strerror}") from None
-    if taken:
-        raise UsageError(f"-o {folder}: expected a new or empty folder")
+        check_new("-o", self.folder)

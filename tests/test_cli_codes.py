@@ -213,7 +213,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_name_that_something_else_has_is_refused_before_torch_loads(name, capsys, monkeypatch):
-    monkeypatch.setattr("jetfire.export.options.check_new", lambda _: pytest.fail("too late"))
+    monkeypatch.setattr("jetfire.export.options.check_new", lambda *_: pytest.fail("too late"))
     assert execute("export", ["gemm", "--m", "4096", "-o", "new", "--name", name]) == 2
     (line,) = said(capsys)
     assert line.startswith(f"jetfire: --name {name}: {TAKEN[name]}")
