@@ -86,7 +86,8 @@ def dims(plan: ExportPlan) -> str:
 
 def prototype(plan: ExportPlan, symbol: str, workspace: bool, end: str, before: str = "") -> str:
     """Return the exported function's prototype, under any name."""
-    return hang(f"{before}int {symbol}(", parameters(plan, workspace=workspace), f"){end}")
+    given = parameters(plan, workspace=workspace)
+    return hang(f"{before}int {symbol}(", given, f"){end}")
 
 
 def header(
