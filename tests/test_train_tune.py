@@ -5,15 +5,18 @@ import dataclasses
 import pytest
 
 from jetfire.cli import execute
+from jetfire.core import registry
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, UsageError, WrongResultError
 from jetfire.gpt2.bench import cases, tuning
 from jetfire.gpt2.data import prepare
 from jetfire.gpt2.training.settings import make
+from jetfire.measure.plan import Case
 from jetfire.tuner.options import TuneOptions
 
 WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows
 SMALL = {"layers": 3, "heads": 2, "width": WIDTH, "context": 16, "batch": 2, "accumulate": 4}
+GEMM = Case(registry.get("gemm"), registry.get("gemm").Problem(64, 64, 64))
 ASKED = TuneOptions(cases=(), kernels=(), device="auto", budget_s=8.0)
 
 
@@ -188,7 +191,7 @@ def tuned(monkeypatch, tune, seconds=0.0):
 
 def test_kernels_share_the_time_by_their_problems(monkeypatch):
     calls = tuned(monkeypatch, lambda asked: None, seconds=2.0)
-    tuning._tune_all(ASKED, {"wgmma": [None] * 3, "triton": [None]})
+    tuning._tune_all(ASKED, {"wgmma": [GEMM] * 3, "triton": [GEMM]})
     # Two of eight seconds are gone when the first begins, four when the second does.
     assert calls == [(["wgmma"], 3, 4.5), (["triton"], 1, 4.0)]
 
@@ -200,7 +203,7 @@ def test_one_kernel_s_failure_leaves_the_others_tuned(monkeypatch):
 
     calls = tuned(monkeypatch, fail)
     with pytest.raises(WrongResultError, match="wrong"):
-        tuning._tune_all(ASKED, {"wgmma": [None], "triton": [None]})
+        tuning._tune_all(ASKED, {"wgmma": [GEMM], "triton": [GEMM]})
     assert [kernels for kernels, _, _ in calls] == [["wgmma"], ["triton"]]
 
 
@@ -210,7 +213,7 @@ def test_an_interruption_ends_it(monkeypatch):
 
     calls = tuned(monkeypatch, interrupt)
     with pytest.raises(Interrupted):
-        tuning._tune_all(ASKED, {"wgmma": [None], "triton": [None]})
+        tuning._tune_all(ASKED, {"wgmma": [GEMM], "triton": [GEMM]})
     assert len(calls) == 1
 
 
