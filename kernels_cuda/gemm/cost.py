@@ -37,8 +37,12 @@ TILE_US = 1.2
 # an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
 PART_US, LEFT_BYTES = 3.0, 8e4
 # What `stream` must gain by the model to be chosen: blocks that begin anywhere along K share less
-# of what L2 holds, which the model does not see.
+# of what L2 holds. Where the operands of the tiles at work are more than `SPREAD` times its size
+# they share nothing, and every tile's operands come from memory, at so many bytes per microsecond:
+# 2048×1600×50304 and 8192×1024×50304 took 1.9 and 1.5 times as long as without `stream` on an H100
+# (3.3 and 4.4e6 bytes per µs; 187 MB of an L2 of 50), 8192×4096×22016 (80 MB) as long.
 STREAM_GAIN = 1.03
+SPREAD, APART_BYTES = 1.7, 4.4e6
 
 
 @lru_cache(maxsize=4096)
@@ -96,4 +100,19 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     workers = clusters(problem, config, device.sms)
     share, parts = tiles * steps / workers, workers / tiles
     left_us = max(2, parts) * 4 * config.tile_m * config.tile_n / LEFT_BYTES
-    return share * step_us + (share / steps + 1) * TILE_US + max(1, parts) * PART_US + left_us
+    even_us = share * step_us + (share / steps + 1) * TILE_US + max(1, parts) * PART_US + left_us
+    return max(even_us, _reading_us(problem, config, device, tiles))
+
+
+def _reading_us(problem: GemmProblem, config: WgmmaConfig, device: Device, tiles: int) -> float:
+    """Estimate microseconds of reading operands from memory where tiles share none in L2; else 0.
+
+    It is 0 where the size of L2 is not known.
+    """
+    tile_m, tile_n = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
+    rows = min(config.raster, ceil_div(problem.m, config.tile_m)) * config.tile_m
+    columns = device.sms * config.tile_m * config.tile_n // rows
+    at_work = (rows + min(columns, problem.n)) * problem.k
+    if not device.l2_bytes or at_work <= SPREAD * device.l2_bytes:
+        return 0.0
+    return tiles * (tile_m + tile_n) * problem.k / APART_BYTES
