@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.inplace import refuse_in_place
+from jetfire.core.moments import scales
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block
 from jetfire.core.tensors import (
@@ -17,7 +18,6 @@ from jetfire.core.tensors import (
     Spec,
     Specs,
     Tensors,
-    ceil_div,
     names_of,
     quantized,
 )
@@ -35,12 +35,6 @@ Codes = Literal["none", "q", "qt", "both"]
 Wide = Literal["fp32", "bf16"]
 MOMENTS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 UPDATED = ("param", *MOMENTS)
-GROUP = 128  # numbers of a row that share a scale, as in jetfire.reference.adamw8
-
-
-def scales(m: int, n: int) -> tuple[int, int]:
-    """Return the shape of the scales of an m×n moment: one for every `GROUP` numbers of a row."""
-    return m, ceil_div(n, GROUP)
 
 
 @dataclass(frozen=True)
