@@ -165,9 +165,6 @@ NAMED = {
     "nn/int4.py": ["int4_gemm"],
     "nn/int4_gradient.py": ["int4_gemm"],
     "nn/loss.py": ["cross_entropy"],
-    "nn/moments.py": ["adamw8"],
-    "nn/sizes.py": ["adamw8"],
-    "nn/recipes.py": ["int4_gemm"],
     # A composite launches the kernels of others; its stage of a product is called gemm.
     "kernels_cuda/hadamard_gemm/staged.py": [
         "bit_split",
