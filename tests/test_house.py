@@ -152,7 +152,6 @@ NAMED = {
     "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
     "bench/promotion.py": ["gemm"],
     "report/int8.py": ["gemm"],
-    "report/tuned.py": ["gemm"],
     # The name of a part of the suite `results`, not of the op.
     "bench/suite.py": ["gemm"],
     # A setting of a run, and a size of a model, that is called dropout.
