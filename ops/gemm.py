@@ -30,7 +30,7 @@ from jetfire.core.tensors import (
 )
 from jetfire.measure import peers
 from jetfire.measure.bounds import reblocked
-from jetfire.measure.data import Source
+from jetfire.measure.data import OPERANDS, Source
 from jetfire.measure.op import StandardOp, draw, unrounded
 from jetfire.measure.peers import Factory
 
@@ -82,9 +82,6 @@ FEW = 4096  # elements, of which a norm says little
 SUITE_KERNELS = ("wgmma", "gluon")
 # n and k of DeepGEMM's tests, which it runs with few rows and with many.
 DEEP = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
-# As a linear layer has them: activations, activations with outliers and gradients, times weights.
-# Of two such operands the few places where outliers or large rows meet would decide everything.
-PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
 PROMOTION_PEERS = ("cublas_bf16", "fp8_scaled_mm", "fp8_scaled_mm_block")
 
 
@@ -147,7 +144,6 @@ class Gemm(StandardOp):
     def floats(
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """Return the fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for that seed."""
         source = Source(data, device, seed)
         a = source.floats(problem.m, problem.k, operand=0)
         return {"a": a, "b": source.floats(problem.n, problem.k, operand=1)}
@@ -262,7 +258,7 @@ class Gemm(StandardOp):
             *(models(workload=name) for name in workloads.MODELS),
             *(few(workload=name, settings=flow) for name in workloads.MODELS),
             *(few(sizes={"m": [64, 128, 4096], "n": [n], "k": [k]}) for n, k in DEEP),
-            *(promotion(data=data) for data in PROMOTION_DATA),
+            *(promotion(data=data) for data in OPERANDS),
         ]
 
     def exported(self) -> list[Exported]:

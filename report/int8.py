@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from jetfire.core.workloads import MODELS
+from jetfire.measure.data import OPERANDS
 from jetfire.measure.results import Results, Row, problem_text, shape_text
-from jetfire.ops.gemm import PROMOTION_DATA
 from jetfire.report import int4, show, training
 from jetfire.report.rows import fastest, grouped, having, ratio, varying
 from jetfire.report.table import Section, Table
@@ -245,7 +245,7 @@ def promotion(results: Results) -> Section:
     ordered = sorted(points.items(), key=lambda item: item[0][:2])
     lines = [_promoted(block, label, same) for (_, block, label), same in ordered]
     shape = shape_text(rows[0].problem, ()) if rows else ""
-    names = [data_text(kind) for kind in PROMOTION_DATA]
+    names = [data_text(kind) for kind in OPERANDS]
     text = (
         f"GEMM {shape}, BF16 out. With a scale for each block of K, the tensor cores' int32 sums "
         "are promoted to fp32 once a block. TOPS and × cuBLAS BF16 are of normal data. SQNR is "
@@ -262,15 +262,15 @@ def promotion(results: Results) -> Section:
 
 
 def _promoted(block: int, label: str, rows: Sequence[Row]) -> list[str]:
-    of = {kind: [row for row in rows if row.data == kind] for kind in PROMOTION_DATA}
+    of = {kind: [row for row in rows if row.data == kind] for kind in OPERANDS}
     errors = [row.schedule_err for row in rows if row.schedule_err is not None]
     return [
         str(block or NOTHING),
         label,
         _tflops(of["normal"]),
         times(ratio(fastest(of["normal"]), "cublas_bf16")),
-        *(_cell(of[kind], lambda row: row.sqnr_db, 1) for kind in PROMOTION_DATA),
-        _cell(of[PROMOTION_DATA[-1]], lambda row: row.row_sqnr_db, 1),
+        *(_cell(of[kind], lambda row: row.sqnr_db, 1) for kind in OPERANDS),
+        _cell(of[OPERANDS[-1]], lambda row: row.row_sqnr_db, 1),
         error_text(max(errors)) if errors else NOTHING,
     ]
 

@@ -150,7 +150,6 @@ OPS = frozenset(registry.names())
 NAMED = {
     # Documents about named ops' results.
     "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
-    "bench/promotion.py": ["gemm"],
     "report/int8.py": ["gemm"],
     # The name of a part of the suite `results`, not of the op.
     "bench/suite.py": ["gemm"],
