@@ -182,7 +182,6 @@ NAMED = {
     "kernels_triton/adamw8/__init__.py": ["adamw"],
     # Ops that are defined by what another computes. And a field that has an op's name.
     "ops/adamw8.py": ["adamw"],
-    "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
     "ops/gather_rows.py": ["transpose"],
     "ops/quantize_dlogits.py": ["cross_entropy"],
 }
