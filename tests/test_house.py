@@ -174,9 +174,6 @@ NAMED = {
     ],
     # The function in a CUDA source is called gemm.
     "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
-    # What a product by blocks has in common with one with fallback.
-    "kernels_cuda/fallback_gemm/sanitizer.py": ["gemm"],
-    "kernels_cuda/fallback_gemm/wgmma.py": ["gemm"],
     # Kernels that are another op's, but for what they read: a profile's hash has both ops' code.
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
