@@ -178,7 +178,6 @@ NAMED = {
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
     # Ops that are defined by what another computes. And a field that has an op's name.
-    "ops/adamw8.py": ["adamw"],
     "ops/gather_rows.py": ["transpose"],
     "ops/quantize_dlogits.py": ["cross_entropy"],
 }
