@@ -177,9 +177,8 @@ NAMED = {
     # Kernels that are another op's, but for what they read: a profile's hash has both ops' code.
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
-    # Ops that are defined by what another computes. And a field that has an op's name.
+    # A field that has an op's name.
     "ops/gather_rows.py": ["transpose"],
-    "ops/quantize_dlogits.py": ["cross_entropy"],
 }
 
 
