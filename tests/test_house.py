@@ -156,9 +156,6 @@ COMPOSITES = frozenset(name for name in OPS if registry.get(name).composite)
 NAMED = {
     # Documents about named ops' results.
     "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
-    "report/int8.py": ["gemm"],
-    # The name of a part of the suite `results`, not of the op.
-    "bench/suite.py": ["gemm"],
     # A setting of a run, and a size of a model, that is called dropout.
     "report/runs.py": ["dropout"],
     "gpt2/model/layouts.py": ["dropout"],
