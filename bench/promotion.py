@@ -24,7 +24,6 @@ from jetfire.measure.check import relative_error
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
 from jetfire.measure.runner import Choice, Options, Runner, choices
-from jetfire.ops.gemm import OP as GEMM
 
 
 def require(cases: Sequence[Case], device: Device, options: Options) -> None:
@@ -68,7 +67,7 @@ class PromotionRunner(Runner):
     def _floats(self, case: Case, index: int) -> Tensors:
         """The operands before they were quantised, of one set of inputs."""
         where, options = self.device.torch_device, self.options
-        return GEMM.floats(case.problem, where, options.seed + index, options.data)
+        return case.op.floats(case.problem, where, options.seed + index, options.data)
 
     def _factories(
         self, case: Case, inputs: Sequence[Tensors]

@@ -8,30 +8,13 @@ from typing import TYPE_CHECKING, Literal
 from jetfire.core.device import Device
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda import hopper
+from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig, clusters, whole_tiles
 from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
-# Microseconds of a step of 128 of K on an H200, by groups and tile_n, for blocks of 32 and 128;
-# measured on one wave of telescoped tiles, 8192 along K.
-STEP_US = {
-    (1, 64): (0.33, 0.17),
-    (1, 128): (0.52, 0.30),
-    (2, 64): (0.47, 0.28),
-    (2, 96): (0.61, 0.36),
-    (2, 128): (0.81, 0.50),
-    (2, 192): (1.14, 0.66),
-    (3, 64): (0.61, 0.36),
-    (3, 96): (0.82, 0.52),
-    (3, 128): (1.05, 0.59),
-    (4, 64): (0.75, 0.45),
-}
-# For a tile's beginning and end. Requantising is not counted: it is work for each element, in any
-# tile. Where int8 has the tiles of bf16 it was 0.96 of its speed at 8192³ (blocks of 32 and 64, in
-# bursts); blocks of 128 (0.88) lose the rest by the tiles that `legal` leaves them.
-TILE_US = 1.2
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
 # microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
 # an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
