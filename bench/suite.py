@@ -4,8 +4,7 @@
 
 - ``targets``: every op at 8192×4096 and 8192×16384 in each rounding and layout, against
   torch.compile, with power; the GEMM at 8192³ with each output, ragged, and as a wgrad.
-- ``products``: the GEMM over the linear layers of GPT-2 and Llama, forward and backward, and
-  squares.
+- ``gemm``: the GEMM over the linear layers of GPT-2 and Llama, forward and backward, and squares.
 - ``elementwise``: every other op over GPT-2's shapes, forward and backward, and squares.
 - ``int4``: the product of packed 4-bit codes and the whole of a linear layer in 4 bits, forward
   and backward by stage, at the INT4 paper's six shapes; each of the layer's other ops alone.
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 from jetfire.core import registry, workloads
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
-from jetfire.core.suites import COMPILED, STEADY_MS, Timed
+from jetfire.core.suites import COMPILED, PARTS, STEADY_MS, Timed
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from jetfire.measure.runner import Options
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
-PARTS = ("targets", "products", "elementwise", "int4")
 NAMES = ("results", *PARTS, "promotion", "training", "export")
 PLAIN = {"rounding", "layout"}  # fields that do not change what torch.compile makes
 

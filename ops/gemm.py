@@ -204,7 +204,7 @@ class Gemm(StandardOp):
         wgrad = partial(targets, sizes=deep, peers=bf16, kernels=SUITE_KERNELS)
         models = partial(
             Timed,
-            "products",
+            "gemm",
             modes=("fwd", "bwd"),
             peers=("cublas_bf16", "fp8_scaled_mm_block"),
             rounds=6,
@@ -219,7 +219,7 @@ class Gemm(StandardOp):
             targets(sizes=ragged, peers=bf16, rounds=6, kernels=SUITE_KERNELS),
             wgrad(settings={"out": ["bf16"]}),
             wgrad(settings={"out": ["fp32"], "accumulate": ["true"]}),
-            Timed("products", sizes={"m": [512, *workloads.SQUARES]}),
+            Timed("gemm", sizes={"m": [512, *workloads.SQUARES]}),
             *(models(workload=name) for name in workloads.MODELS),
             *(few(workload=name, settings=flow) for name in workloads.MODELS),
             *(few(sizes={"m": [64, 128, 4096], "n": [n], "k": [k]}) for n, k in DEEP),

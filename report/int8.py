@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jetfire.core.suites import PRODUCTS
 from jetfire.core.workloads import MODELS
 from jetfire.measure.data import OPERANDS
 from jetfire.measure.results import Results, Row, problem_text, shape_text
@@ -40,8 +41,8 @@ def timed(results: Results) -> list[Row]:
 
 
 def gemm(results: Results) -> list[Row]:
-    """Return the timed rows of the GEMM, which the part `products` measures."""
-    return [row for row in timed(results) if row.op in measured("products")]
+    """Return the timed rows of the GEMM, which the part `PRODUCTS` measures."""
+    return [row for row in timed(results) if row.op in measured(PRODUCTS)]
 
 
 def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
@@ -213,7 +214,7 @@ def small_models(results: Results) -> Section:
 
 def other_products(results: Results) -> Section:
     """Products of other ops than the GEMM: the fastest kernel of each problem."""
-    found = [row for row in timed(results) if row.tflops and row.op not in measured("products")]
+    found = [row for row in timed(results) if row.tflops and row.op not in measured(PRODUCTS)]
     lines = []
     for same in grouped(found, lambda row: (row.op, problem_text(row.problem))).values():
         row = fastest(row for row in same if row.role == "kernel")
@@ -296,7 +297,7 @@ def readme(results: Results) -> Table:
 
 # What each plot shows, in words.
 ALTS = {
-    "squares": "GEMM of square matrices: each kernel's and peer's time and rate by size, "
+    PRODUCTS: "GEMM of square matrices: each kernel's and peer's time and rate by size, "
     "and roofline",
     "promotion": "What a promotion costs: each schedule's rate over its signal to noise",
     "memory-bound": "Memory-bound ops: time and bandwidth by size",
@@ -322,5 +323,5 @@ def plots(results: Results) -> dict[str, list[Row]]:
     sizes = {(row.kernel, row.problem["m"]) for row in rest}
     several = {name for name, count in Counter(name for name, _ in sizes).items() if count > 1}
     rest = [row for row in rest if row.kernel in several]
-    found = {"squares": plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
+    found = {PRODUCTS: plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
     return {name: rows for name, rows in found.items() if rows}

@@ -154,6 +154,8 @@ COMPOSITES = frozenset(name for name in OPS if registry.get(name).composite)
 # Where an op's name stands outside its own files, and why it may. Strike out what goes; what is new
 # belongs into the op's file or its kernels' folders.
 NAMED = {
+    # A part of the suite `results` that users type.
+    "core/suites.py": ["gemm"],
     # Documents about named ops' results.
     "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
     # A setting of a run, and a size of a model, that is called dropout.

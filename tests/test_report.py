@@ -210,7 +210,7 @@ def test_written_once_then_nothing_is_stale(place, capsys):
     assert "README.md: stale" in capsys.readouterr().out
     assert execute("report", arguments(place)) == 0
     written = {path.name: path.read_bytes() for path in place[0].parent.iterdir()}
-    assert {"h200.md", "h200-squares.svg", "h200-memory-bound.svg"} <= set(written)
+    assert {"h200.md", "h200-gemm.svg", "h200-memory-bound.svg"} <= set(written)
     capsys.readouterr()
     assert execute("report", arguments(place, "--check")) == 0
     assert execute("report", arguments(place)) == 0
@@ -222,7 +222,7 @@ def test_written_once_then_nothing_is_stale(place, capsys):
     assert "old" not in readme
 
 
-@pytest.mark.parametrize("name", ["h200.md", "h200-squares.svg", "README.md"])
+@pytest.mark.parametrize("name", ["h200.md", "h200-gemm.svg", "README.md"])
 def test_a_change_is_found(place, name, capsys):
     execute("report", arguments(place))
     path = place[0].parent / name
@@ -242,7 +242,7 @@ def test_a_changed_row_makes_everything_of_it_stale(place):
     ]
     write(place[0], results.to_json())
     stale = {path.name for path in documents.report(place[0], place[1], check=True)}
-    assert {"h200.md", "README.md", "h200-squares.svg", "h200-memory-bound.svg"} == stale
+    assert {"h200.md", "README.md", "h200-gemm.svg", "h200-memory-bound.svg"} == stale
 
 
 def test_a_readme_without_markers_is_refused(place, capsys):
