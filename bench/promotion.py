@@ -22,7 +22,6 @@ from jetfire.measure.check import relative_error
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
 from jetfire.measure.runner import Choice, Runner
-from jetfire.ops.gemm import OP as GEMM
 
 
 def sqnr(out: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
@@ -51,7 +50,7 @@ class PromotionRunner(Runner):
     def _floats(self, case: Case, index: int) -> Tensors:
         """The operands before they were quantised, of one set of inputs."""
         where, options = self.device.torch_device, self.options
-        return GEMM.floats(case.problem, where, options.seed + index, options.data)
+        return case.op.floats(case.problem, where, options.seed + index, options.data)
 
     def _factories(
         self, case: Case, inputs: Sequence[Tensors]

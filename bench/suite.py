@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from jetfire.core import registry, workloads
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Op
-from jetfire.core.suites import COMPILED, STEADY_MS, Timed
+from jetfire.core.suites import COMPILED, PARTS, STEADY_MS, Timed
 from jetfire.measure import plan
 from jetfire.measure.plan import Case, Request
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jetfire.measure.runner import Options
 
 GPT2 = tuple(name for name in workloads.MODELS if name.startswith("gpt2-"))
-PARTS = ("targets", "gemm", "elementwise", "int4")
 NAMES = ("results", *PARTS, "promotion", "training", "export")
 PLAIN = {"rounding", "layout"}  # fields that do not change what torch.compile makes
 

@@ -1,4 +1,4 @@
-"""The rows of a split gradient that a product keeps, and how many there is room for.
+"""The rows of a split gradient that a product keeps, their room, and how many 32-bit sums take.
 
 "Training Transformers with 4-bit Integers" (arXiv 2306.11987), section 4.2: leverage-score sampling
 of the rows of both parts.
@@ -6,6 +6,7 @@ of the rows of both parts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jetfire.core.tensors import ceil_div
@@ -17,6 +18,13 @@ Parts = Literal[2, 1]
 Product = Literal["dgrad", "wgrad"]
 Keep = Literal["half", "all"]
 
+# The largest K whose integer sums fit in 32 bits: products of two wide codes, or in a wgrad of 14,
+# of a code of 7 repeated 16 times and of another code.
+MOST_K: Mapping[str, int] = {
+    "fwd": (2**31 - 1) // 128**2,
+    "dgrad": (2**31 - 1) // 128**2,
+    "wgrad": (2**31 - 1) // (14 * 112 * 8),
+}
 SEGMENT = 128  # rows: the kept ones of each part are padded to a multiple of it
 
 

@@ -175,6 +175,15 @@ class Op(ABC):
             data: a name of `measure.data.DISTRIBUTIONS`.
         """
 
+    def floats(
+        self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
+    ) -> Tensors:
+        """Return the fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for that seed.
+
+        Only an op whose `timed` has a part ``promotion`` is asked for them.
+        """
+        raise NotImplementedError(f"{self.name} is in the suite promotion: expected `floats`")
+
     @final  # `core.calls` makes them of `writes` itself
     def outputs(self, problem: Any, inputs: Tensors) -> Tensors:
         """Return tensors for `writes`: copies of updated inputs, uninitialised for the rest."""

@@ -363,8 +363,8 @@ def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
 def known(kernel: Kernel, problem: Any, device: Device) -> Found | None:
     """Return what `exact` does, else what was tuned on another device of the architecture.
 
-    An H100 has an H200's multiprocessors and no profiles of its own are shipped for it. The source
-    of what is another's is ``nearest``.
+    An H100 has an H200's multiprocessors, and few profiles of its own are shipped for it. The
+    source of what is another's is ``nearest``.
     """
     if found := exact(kernel, problem, device):
         return found

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+PRODUCTS = "gemm"  # the part of the INT8 products, as users type it
+PARTS = ("targets", PRODUCTS, "elementwise", "int4")  # of the suite `results`, in this order
+
 # torch.compile takes 3 to 10 s per function and shape: it is timed once per shape, not per block.
 COMPILED = ("eager", "compile", "copy")
 # Of readings over 200 ms a fifth exceeded the board's cap: 60 of 291 (H200, 700 W).

@@ -184,6 +184,10 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tens
 }
 # Distributions that a training's tensors have; the others are extremes of arithmetic.
 TYPICAL = ("normal", "outlier", "heavy", "gradient")
+# Of a product's operands, as a linear layer has them: activations, activations with outliers and
+# gradients, times weights. Of two such operands the few places where outliers or large rows meet
+# would decide everything.
+OPERANDS = ("normal", "outlier/normal", "gradient/normal")
 
 
 def check(data: str, given: str | None = None) -> None:

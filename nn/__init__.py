@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jetfire.nn.activation import Int8GELU
     from jetfire.nn.agreement import check_agreement
     from jetfire.nn.block import Int8Block
     from jetfire.nn.captured import CapturedStep
@@ -16,14 +17,13 @@ if TYPE_CHECKING:
     from jetfire.nn.embedding import TiedGradient, tied_embedding
     from jetfire.nn.flow import Stream
     from jetfire.nn.frozen import FrozenInt8Linear
-    from jetfire.nn.gelu import Int8GELU
     from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
     from jetfire.nn.int4_block import Int4Block
-    from jetfire.nn.layernorm import Int8LayerNorm
     from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
     from jetfire.nn.llama import Int8LlamaBlock
     from jetfire.nn.loss import linear_cross_entropy
     from jetfire.nn.made import weights_changed
+    from jetfire.nn.norm import Int8LayerNorm
     from jetfire.nn.optimizer import AdamW, replaying
     from jetfire.nn.recipes import RECIPES, Int4, Recipe
     from jetfire.nn.sharding import gather_codes
@@ -40,8 +40,8 @@ _MODULES = {
     "Int4Linear": "int4",
     "Int8Block": "block",
     "Int8Conv1D": "linear",
-    "Int8GELU": "gelu",
-    "Int8LayerNorm": "layernorm",
+    "Int8GELU": "activation",
+    "Int8LayerNorm": "norm",
     "Int8LlamaBlock": "llama",
     "Int8Linear": "linear",
     "RECIPES": "recipes",

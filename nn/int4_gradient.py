@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from jetfire.core.errors import UsageError
-from jetfire.core.kept_rows import Keep, Parts, SampledRows, capacity
+from jetfire.core.kept_rows import MOST_K, Keep, Parts, SampledRows, capacity
 from jetfire.core.problem import Block, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4, blocks_of
 from jetfire.nn.products import FLOATS, quantised_gradient
@@ -27,7 +27,7 @@ from jetfire.ops import (
     int8_column_sum,
     int8_gemm,
 )
-from jetfire.ops.int4_gemm import MOST_K, int4_gemm
+from jetfire.ops.int4_gemm import int4_gemm
 
 Tensor = torch.Tensor
 # Keys of a product's backward: for the gradient's parts, and for the rows of each of its products.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from jetfire.core.moments import scales
 from jetfire.nn.gathered import CodedShard
 from jetfire.nn.products import is_dtensor, own_part
 from jetfire.nn.sizes import moment_scales
-from jetfire.ops.adamw8 import scales
 from jetfire.reference import adamw8
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,8 +7,8 @@ from typing import Any, Literal, cast, get_args
 
 from jetfire.core.arguments import shown
 from jetfire.core.errors import UsageError, unknown
+from jetfire.core.kept_rows import MOST_K
 from jetfire.core.problem import Block, Group
-from jetfire.ops.int4_gemm import MOST_K
 
 Gradient = Literal["sampled", "int8", "nearest"]
 # The side of the blocks of a gradient that is "int8": the widest, whose products are the fastest.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import get_args
 
 from jetfire.core.errors import UsageError
+from jetfire.core.moments import GROUP, scales
 from jetfire.core.problem import Block
 from jetfire.core.tensors import ceil_div
-from jetfire.ops.adamw8 import GROUP, scales
 
 # The head's backward in INT8 takes about so many logits at once, whose codes are 0.5 GB, but no
 # fewer rows: to add to the weight's gradient, part by part, moves 8 bytes per element. For parts of

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
-from jetfire.core.op import Check, Model, Value
 from jetfire.core.operators import Operator, Shape
-from jetfire.core.problem import Block, Layout, Problem, at_least_zero
+from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import (
     Quantized,
     Spec,
@@ -21,12 +17,9 @@ from jetfire.core.tensors import (
     Tensors,
     names_of,
     quantized,
-    with_transpose,
 )
-from jetfire.measure import peers
 from jetfire.measure.bounds import OVER, ROUNDING
-from jetfire.measure.data import Source
-from jetfire.measure.op import StandardOp, draw
+from jetfire.measure.steps import UPDATE, WeightStep, WeightStepProblem, scalars_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,67 +27,23 @@ if TYPE_CHECKING:
 __all__ = ["int8_adamw"]
 
 UPDATED = ("param", "exp_avg", "exp_avg_sq")
-STATE = ("param", "grad", "exp_avg", "exp_avg_sq")
-# Of the bias corrections and of sqrt.approx and div.full, which are off by 2^-22 and less.
-UPDATE = 2.0**-19
 
 
 @dataclass(frozen=True)
-class AdamwProblem(Problem):
-    """param, exp_avg and exp_avg_sq (m×n fp32) after a step, and the codes of the new param.
-
-    `guarded` steps have a grad_scale, which divides the gradient, and a found_inf: where it is not
-    0 nothing changes (the codes are written all the same). Codes are rounded to nearest.
-    """
-
-    block: Block = 32
-    layout: Layout = "both"
-    guarded: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("beta1", "beta2"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise UsageError(f"{name}={value}: expected at least 0 and less than 1")
-        at_least_zero(self, "eps", "decay")
+class AdamwProblem(WeightStepProblem):
+    """param, exp_avg and exp_avg_sq (m×n fp32) after a step, and the codes of the new param."""
 
 
-class Adamw(StandardOp):
+class Adamw(WeightStep):
     name = "adamw"
     summary = "AdamW's update of a weight, and its codes both ways"
     Problem = AdamwProblem
     contiguous = frozenset(UPDATED)
 
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": out, "n": inp} for out, inp in model.linears()]
-
-    def reads(self, problem: AdamwProblem) -> Specs:
-        scalars = ("rate", "step", "grad_scale", "found_inf")[: 4 if problem.guarded else 2]
-        matrix, scalar = Spec("fp32", (problem.m, problem.n)), Spec("fp32", ())
-        return dict.fromkeys(STATE, matrix) | dict.fromkeys(scalars, scalar)
-
     def writes(self, problem: AdamwProblem) -> Specs:
         m, n = problem.m, problem.n
         codes = quantized(m, n, problem.block, layout=problem.layout)
         return dict.fromkeys(UPDATED, Spec("fp32", (m, n))) | codes
-
-    def drawn(self, problem: AdamwProblem, source: Source) -> Tensors:
-        """Return the state of a training that is some hundreds of steps old."""
-        import torch
-
-        specs = self.reads(problem)
-        inputs = draw({name: specs[name] for name in STATE}, source)
-        inputs["exp_avg"] *= 0.1
-        inputs["exp_avg_sq"] = inputs["exp_avg_sq"].square()
-        rate = inputs["param"].new_tensor(1e-3, dtype=torch.float32)
-        inputs |= {"rate": rate, "step": 1 + source.integers(1000).float()}
-        if problem.guarded:
-            inputs |= {"grad_scale": 1 + source.normal().abs(), "found_inf": 0 * rate}
-        return inputs
 
     def updated(self, problem: AdamwProblem) -> tuple[str, ...]:
         return UPDATED
@@ -113,79 +62,6 @@ class Adamw(StandardOp):
         # Decay by subtraction makes a NaN of it, by a factor none: either shows.
         bounds["param_over"] |= torch.isinf(inputs["param"])
         return expected | bounds
-
-    def check(
-        self,
-        problem: AdamwProblem,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: Tensor | None = None,
-    ) -> Check:
-        """Hold the update to its bounds, and the codes to the bit: those of the kernel's own."""
-        from jetfire.reference.quantize import quantize
-
-        codes = with_transpose(*quantize(outputs["param"], problem.block))
-        return super().check(problem, outputs, expected | codes)
-
-    def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the codes: the rest is updated in place."""
-        return {name: value for name, value in outputs.items() if name not in self.contiguous}
-
-    def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Draw any step of a long training; one that is left out; moments that were just made."""
-        import torch
-
-        from jetfire.measure import edges
-
-        rare = {
-            "rate": edges.throughout(rng, (0.0, 1e-8, 1e-3, 0.1, 1.0), inputs["rate"]),
-            "step": edges.throughout(rng, (1, 2, 10, 1000, 10**4, 10**5, 10**6), inputs["step"]),
-        }
-        if problem.guarded:
-            rare["found_inf"] = edges.throughout(rng, (0, 1, 1, 2), inputs["found_inf"])
-            rare["grad_scale"] = edges.throughout(
-                rng, (1.0, 2.0**16, 2.0**-10), inputs["grad_scale"]
-            )
-        if rng.random() < 0.5:
-            rare |= {name: torch.zeros_like(inputs[name]) for name in ("exp_avg", "exp_avg_sq")}
-        return rare
-
-    def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
-        step, param = self.fused(problem, inputs)
-
-        def eager() -> Any:
-            step()
-            return peers.codes(problem, param)
-
-        return eager
-
-    def fused(self, problem: AdamwProblem, inputs: Tensors) -> tuple[Callable[[], object], Tensor]:
-        """Return a step of torch's fused AdamW, and the param of its own that it updates."""
-        import torch
-
-        param, grad, exp_avg, exp_avg_sq = ([inputs[name].clone()] for name in STATE)
-
-        def step() -> None:
-            torch._fused_adamw_(
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                [],
-                [inputs["step"]],
-                lr=inputs["rate"],
-                beta1=problem.beta1,
-                beta2=problem.beta2,
-                weight_decay=problem.decay,
-                eps=problem.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=inputs.get("grad_scale"),
-                found_inf=inputs.get("found_inf"),
-            )
-
-        return step, param[0]
 
 
 def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensors:
@@ -247,27 +123,6 @@ _adamw = Operator(
 )
 
 
-def step_scalars(
-    param: Tensor,
-    rate: Tensor,
-    step: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """Return a step's scalars by name, in the order of the operators.
-
-    Raises:
-        UsageError: one is no fp32 of one element beside param, or one of the last two is missing.
-    """
-    if (grad_scale is None) != (found_inf is None):
-        raise UsageError("grad_scale and found_inf: expected both or neither")
-    scalars = {"rate": rate, "step": step, "grad_scale": grad_scale, "found_inf": found_inf}
-    for name, scalar in scalars.items():
-        if scalar is not None:
-            expect.scalar(name, scalar, param)
-    return scalars
-
-
 @checked
 def int8_adamw(
     param: Tensor,
@@ -305,7 +160,7 @@ def int8_adamw(
         expect.same_shape(name, x, param)
     for name, x in state.items():
         expect.contiguous(name, x)
-    scalars = step_scalars(param, rate, step, grad_scale, found_inf)
+    scalars = scalars_of(param, rate, step, grad_scale, found_inf)
     expect.choice("block", block, Block)
     expect.choice("layout", layout, Layout)
     m, n = param.shape

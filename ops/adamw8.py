@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.inplace import refuse_in_place
+from jetfire.core.moments import scales
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block
 from jetfire.core.tensors import (
@@ -17,14 +18,12 @@ from jetfire.core.tensors import (
     Spec,
     Specs,
     Tensors,
-    ceil_div,
     names_of,
     quantized,
 )
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
-from jetfire.ops.adamw import OP as ADAMW
-from jetfire.ops.adamw import UPDATE, Adamw, AdamwProblem, step_scalars
+from jetfire.measure.steps import UPDATE, WeightStep, WeightStepProblem, scalars_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,21 +34,15 @@ Codes = Literal["none", "q", "qt", "both"]
 Wide = Literal["fp32", "bf16"]
 MOMENTS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 UPDATED = ("param", *MOMENTS)
-GROUP = 128  # numbers of a row that share a scale, as in jetfire.reference.adamw8
-
-
-def scales(m: int, n: int) -> tuple[int, int]:
-    """Return the shape of the scales of an m×n moment: one for every `GROUP` numbers of a row."""
-    return m, ceil_div(n, GROUP)
 
 
 @dataclass(frozen=True)
-class Adamw8Problem(AdamwProblem):
+class Adamw8Problem(WeightStepProblem):
     """param (m×n `dtype`) and its moments' codes after a step, and the codes of the new param.
 
     The moments are int8 m×n with fp32 scales m×⌈n/128⌉. With the layout `none` no codes of the
     param are written, and `block` is of no matter. The gradient has the param's dtype. In bf16 the
-    new param is rounded stochastically, by a seed. The rest is as in `AdamwProblem`.
+    new param is rounded stochastically, by a seed. The rest is as in `WeightStepProblem`.
     """
 
     layout: Codes = "both"  # type: ignore[assignment]
@@ -63,14 +56,14 @@ class Adamw8Problem(AdamwProblem):
         return fields
 
 
-class Adamw8(Adamw):
+class Adamw8(WeightStep):
     name = "adamw8"
     summary = "AdamW's update of a weight with INT8 moments, and its codes both ways"
     Problem = Adamw8Problem
     contiguous = frozenset(UPDATED)
     untuned = True
 
-    def _moments(self, problem: AdamwProblem) -> Specs:
+    def _moments(self, problem: Adamw8Problem) -> Specs:
         m, n = problem.m, problem.n
         codes, groups = Spec("int8", (m, n)), Spec("fp32", scales(m, n))
         return dict(zip(MOMENTS, (codes, groups, codes, groups), strict=True))
@@ -90,13 +83,13 @@ class Adamw8(Adamw):
         from jetfire.core.tensors import dtype_of
         from jetfire.reference.adamw8 import first_codes, second_codes
 
-        inputs = ADAMW.drawn(problem, source)
+        inputs = super().drawn(problem, source)
         codes = *first_codes(inputs["exp_avg"]), *second_codes(inputs["exp_avg_sq"])
         inputs |= {name: inputs[name].to(dtype_of(problem.dtype)) for name in ("param", "grad")}
         seed = {"seed": source.seed()} if problem.dtype == "bf16" else {}
         return inputs | dict(zip(MOMENTS, codes, strict=True)) | seed
 
-    def updated(self, problem: AdamwProblem) -> tuple[str, ...]:
+    def updated(self, problem: Adamw8Problem) -> tuple[str, ...]:
         return UPDATED
 
     def reference(self, problem: Any, inputs: Tensors) -> Tensors:
@@ -148,7 +141,7 @@ class Adamw8(Adamw):
             **dict(zip(MOMENTS, codes, strict=True)),
         }
 
-    def edges(self, problem: AdamwProblem, inputs: Tensors, rng: Random) -> Tensors:
+    def edges(self, problem: Adamw8Problem, inputs: Tensors, rng: Random) -> Tensors:
         """Draw as for fp32's moments, those just made as scales of 0."""
         import torch
 
@@ -158,7 +151,7 @@ class Adamw8(Adamw):
                 rare[f"{name}_scale"] = torch.zeros_like(inputs[f"{name}_scale"])
         return rare
 
-    def eager(self, problem: AdamwProblem, inputs: Tensors) -> Callable[[], Any]:
+    def eager(self, problem: Adamw8Problem, inputs: Tensors) -> Callable[[], Any]:
         """Return torch's fused AdamW of fp32's moments, then plain torch's quantisation if any."""
         from jetfire.reference.adamw8 import first_values, second_values
 
@@ -239,7 +232,7 @@ def int8_adamw8(
         dtype, shape = (("int8", (m, n)), ("float32", scales(m, n)))[i % 2]
         expect.exactly(name, x, dtype, shape, param)
         expect.contiguous(name, x)
-    scalars = step_scalars(param, rate, step, grad_scale, found_inf)
+    scalars = scalars_of(param, rate, step, grad_scale, found_inf)
     expect.choice("block", block, Block)
     expect.choice("layout", layout, Codes)
     codes = {} if layout == "none" else expect.room(out, m, n, block, layout, param)

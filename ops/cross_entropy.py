@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
-from jetfire.core.op import Gradient, Model, SameBits
+from jetfire.core.op import Gradient, SameBits
 from jetfire.core.operators import Differentiable, Operator
-from jetfire.core.problem import FloatName, Mode, Problem
+from jetfire.core.problem import FloatName, Mode
 from jetfire.core.tensors import Spec, Specs, Tensors
-from jetfire.measure.data import Source
-from jetfire.measure.op import StandardOp
+from jetfire.measure.logits import ULP, LogitsOp, LogitsProblem, labelled
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 __all__ = ["cross_entropy", "cross_entropy_backward"]
 
-VOCABULARY = 50257  # GPT-2's
-PADDED = 50304  # to a multiple of 128
-ULP = 2.0**-22  # what ex2.approx and lg2.approx are off by, relatively
-
 
 @dataclass(frozen=True)
-class CrossEntropyProblem(Problem):
+class CrossEntropyProblem(LogitsProblem):
     """fwd: logits (m×n, `dtype`) and targets to loss and lse; bwd: these and dloss to dlogits.
 
     Columns from `valid` on (if there are any) are padding: they count as −∞, their gradient is 0.
@@ -41,90 +32,24 @@ class CrossEntropyProblem(Problem):
     valid: int | None = None
 
     @property
-    def columns(self) -> int:
-        """The number of columns that are no padding."""
-        return self.n if self.valid is None else min(self.n, self.valid)
+    def backward(self) -> bool:
+        return self.mode == "bwd"
 
 
-class CrossEntropy(StandardOp):
+class CrossEntropy(LogitsOp):
     name = "cross_entropy"
     summary = "softmax cross-entropy of rows of logits, and its gradient"
     Problem = CrossEntropyProblem
-    never_empty = frozenset({"n"})  # no logits, no loss
     modes = ("fwd", "bwd")
-
-    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no more columns that count than there are, which the functions refuse."""
-        valid = fields.get("valid")
-        return {**fields, "valid": None if valid is None else min(valid, fields["n"])}
-
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return [{"m": model.tokens, "n": PADDED, "valid": VOCABULARY}]
-
-    def reads(self, problem: CrossEntropyProblem) -> Specs:
-        m, backward = problem.m, ("lse", "dloss") if problem.mode == "bwd" else ()
-        specs = {"logits": Spec(problem.dtype, (m, problem.n)), "targets": Spec("int64", (m,))}
-        return specs | dict.fromkeys(backward, Spec("fp32", (m,)))
 
     def writes(self, problem: CrossEntropyProblem) -> Specs:
         if problem.mode == "bwd":
             return {"dlogits": Spec(problem.dtype, (problem.m, problem.n))}
         return dict.fromkeys(("loss", "lse"), Spec("fp32", (problem.m,)))
 
-    def inputs(
-        self,
-        problem: CrossEntropyProblem,
-        device: torch.device,
-        seed: int = 0,
-        data: str = "normal",
-    ) -> Tensors:
-        """Return logits drawn from `data`; one row in 64 is to be ignored.
-
-        With ``nonfinite`` one row in four has a target that is no column, or one of the padding.
-        """
-        import torch
-
-        from jetfire.reference.cross_entropy import IGNORED, forward
-
-        source, m = Source(data, device, seed), problem.m
-        logits = source.floats(m, problem.n, dtype=problem.dtype)
-        targets = source.integers(problem.columns, m)
-        targets = torch.where(source.integers(64, m) == 0, IGNORED, targets)
-        if data == "nonfinite":
-            targets[::8], targets[4::8] = problem.columns, -1
-        inputs = {"logits": logits, "targets": targets}
-        if problem.mode == "bwd":
-            inputs["lse"] = forward(logits, targets, problem.columns)[1].float()
-            inputs["dloss"] = source.normal(m)
-        return inputs
-
     def reference(self, problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
         """Return the outputs in float64, and bounds on what evaluation in fp32 may add."""
         return (_backward if problem.mode == "bwd" else _forward)(problem, inputs)
-
-    def edges(self, problem: CrossEntropyProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Draw half of the targets from the first column, the last one and none.
-
-        In one case of two some are no column, but in 32 bits the first, or to be ignored. Forward,
-        rows lie far from 0.
-        """
-        import torch
-
-        from jetfire.measure import edges
-        from jetfire.reference.cross_entropy import IGNORED
-
-        targets, columns = inputs["targets"].cpu(), problem.columns
-        wrong = (-1, columns, 2**32, 2**32 + IGNORED, -(2**63))
-        ends = edges.each(rng, (0, columns - 1, IGNORED, *rng.choice(((), wrong))), targets).long()
-        kept = edges.each(rng, (0, 1), targets).bool()
-        rare = {"targets": torch.where(kept, targets, ends)}
-        if problem.mode == "fwd":
-            # Where a maximum begins at a number, or a sum of exponentials is taken without it.
-            far = edges.each(rng, (0.0, -(2.0**15), 2.0**15), inputs["logits"][:, :1])
-            rare["logits"] = inputs["logits"].cpu() + far.to(inputs["logits"].dtype)
-        else:
-            rare["dloss"] = edges.each(rng, (0.0, 1.0, -1.0, 1 / problem.m, 1e4), inputs["dloss"])
-        return rare
 
     def in_place(self, problem: CrossEntropyProblem, inputs: Tensors) -> dict[str, str]:
         return {"dlogits": "logits"} if problem.mode == "bwd" else {}
@@ -154,32 +79,6 @@ class CrossEntropy(StandardOp):
 
     def same_bits(self, problem: CrossEntropyProblem) -> SameBits:
         return "runs" if problem.mode == "fwd" else "configs"
-
-    def eager(self, problem: CrossEntropyProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Return torch's own in fp32, as autocast has it: backward from the log-softmax it kept."""
-        import torch
-        from torch.nn import functional
-
-        from jetfire.reference.cross_entropy import IGNORED
-
-        targets, valid = inputs["targets"], problem.columns
-        # Of a target that is no column torch makes an assertion that ends all work on the device.
-        targets = torch.where((targets >= 0) & (targets < valid), targets, IGNORED)
-        logits = inputs["logits"][:, :valid]
-        if problem.mode == "fwd":
-            return lambda: functional.cross_entropy(logits.float(), targets, reduction="none")
-        dloss, dtype = inputs["dloss"], logits.dtype
-        kept = torch.log_softmax(logits.float(), dim=1)
-        # Of what a mean would divide by.
-        weight = torch.zeros((), dtype=torch.float32, device=logits.device)
-
-        def backward() -> Any:
-            aten = torch.ops.aten
-            gradient = aten.nll_loss_backward(dloss, kept, targets, None, 0, -100, weight)
-            gradient = aten._log_softmax_backward_data(gradient, kept, 1, torch.float32)
-            return functional.pad(gradient.to(dtype), (0, problem.n - valid))
-
-        return backward
 
 
 def _forward(problem: CrossEntropyProblem, inputs: Tensors) -> Tensors:
@@ -258,20 +157,6 @@ _cross_entropy_backward_inplace = Operator(
     dtype_field="dtype",
     renamed={"logits": "dlogits"},
 )
-
-
-def labelled(logits: Tensor, targets: Tensor, valid: int | None) -> None:
-    """Check that targets fit logits, and `valid` the logits' columns."""
-    expect.matrix("logits", logits, expect.FLOATS)
-    expect.same_device("targets", targets, logits)
-    rows, columns = logits.shape
-    if columns == 0 and rows > 0:
-        raise UsageError(f"logits has shape {tuple(logits.shape)}: expected at least one column")
-    if expect.named(targets.dtype) != "int64" or targets.shape != (rows,):
-        dtype = expect.named(targets.dtype)
-        raise UsageError(f"targets is {dtype} {tuple(targets.shape)}: expected int64 {(rows,)}")
-    if valid is not None and not 1 <= valid <= columns:
-        raise UsageError(f"valid={valid}: expected 1 to {columns}, the columns of logits")
 
 
 @checked

@@ -15,13 +15,10 @@ from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block, FloatName, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
-from jetfire.measure import peers
+from jetfire.measure import peers, products
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
 from jetfire.measure.peers import Factory
-from jetfire.ops.fallback_quantize import threshold_of
-from jetfire.ops.gemm import OP as GEMM
-from jetfire.ops.gemm import GemmProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +63,7 @@ class FallbackGemm(StandardOp):
         return {"c": Spec(problem.out, shape)}
 
     def drawn(self, problem: FallbackGemmProblem, source: Source) -> Tensors:
-        from jetfire.reference.fallback_quantize import fallback_quantize
+        from jetfire.reference.fallback_quantize import fallback_quantize, threshold_of
 
         block, a = problem.block, source.floats(problem.m, problem.k)
         threshold = threshold_of(a, block, problem.percent)
@@ -82,8 +79,8 @@ class FallbackGemm(StandardOp):
 
         a, r, b = ((inputs[name], inputs[f"{name}_scale"]) for name in "arb")
         joined = side_by_side(*a, *r, *b, problem.block)
-        operands = dict(zip(("a", "a_scale", "b", "b_scale"), joined, strict=True))
-        expected = GEMM.reference(_plain(problem), {**inputs, **operands})
+        operands = dict(zip(products.PARTS, joined, strict=True))
+        expected = products.reference({**inputs, **operands}, problem.block)
         return expected | {"c": _turned(problem, expected["c"])}
 
     def check(
@@ -94,7 +91,8 @@ class FallbackGemm(StandardOp):
         noise: Tensor | None = None,
     ) -> Check:
         got, wanted = (_turned(problem, tensors["c"]) for tensors in (outputs, expected))
-        return GEMM.check(_plain(problem), {"c": got}, {**expected, "c": wanted}, noise)
+        k = 2 * ceil_div(problem.k, problem.block) * problem.block  # of [A | R]
+        return products.check_floats(got, {**expected, "c": wanted}, noise, problem.block, k)
 
     def nothing(self, problem: FallbackGemmProblem, inputs: Tensors, outputs: Tensors) -> None:
         """Write the bias, or zeros."""
@@ -107,7 +105,7 @@ class FallbackGemm(StandardOp):
         return 2.0 * problem.m * problem.n * problem.k
 
     def edges(self, problem: FallbackGemmProblem, inputs: Tensors, rng: Random) -> Tensors:
-        return GEMM.edges(_plain(problem), inputs, rng)
+        return products.edges_of(rng, inputs)
 
     def timed(self) -> list[Timed]:
         """Return a square with each share of blocks that fall back; with none it is plain."""
@@ -117,13 +115,6 @@ class FallbackGemm(StandardOp):
 
     def peers(self, problem: FallbackGemmProblem, inputs: Tensors) -> dict[str, Factory]:
         return peers.gemm(problem.m, problem.n, problem.k, inputs["a"].device)
-
-
-def _plain(problem: FallbackGemmProblem) -> GemmProblem:
-    """Return the plain product of [A | R] and [B | B]; sizes of 0, which no bound needs, as 1."""
-    k = 2 * ceil_div(problem.k, problem.block) * problem.block
-    m, n, k = (max(1, size) for size in (problem.m, problem.n, k))
-    return GemmProblem(m, n, k, block=problem.block, out=problem.out, bias=problem.bias)
 
 
 def _turned(problem: FallbackGemmProblem, c: Tensor) -> Tensor:

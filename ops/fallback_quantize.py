@@ -56,6 +56,8 @@ class FallbackQuantize(StandardOp):
 
     def drawn(self, problem: FallbackQuantizeProblem, source: Source) -> Tensors:
         """Draw x, and the threshold above which a fifth of its blocks are."""
+        from jetfire.reference.fallback_quantize import threshold_of
+
         x = source.floats(problem.m, problem.n, dtype=problem.dtype)
         return {"x": x, "threshold": threshold_of(x, problem.block, 20)}
 
@@ -88,15 +90,6 @@ class FallbackQuantize(StandardOp):
             return *first, *peers.codes(problem, missed)
 
         return run
-
-
-def threshold_of(x: Tensor, block: int, percent: int) -> Tensor:
-    """Return the threshold above which so many of a matrix's blocks are, rounded up: fp32, one."""
-    from jetfire.reference.quantize import block_amax
-
-    largest = block_amax(x.float(), block).flatten().nan_to_num(0.0, 0.0).sort(descending=True)[0]
-    falling = -(-len(largest) * percent // 100)
-    return largest[falling : falling + 1].clone() if falling < len(largest) else largest[:1] * 0
 
 
 OP = FallbackQuantize()

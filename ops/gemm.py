@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +21,14 @@ from jetfire.core.tensors import (
     Spec,
     Specs,
     Tensors,
-    ceil_div,
     dtype_of,
     quantized,
     seed_of,
     with_transpose,
 )
-from jetfire.measure import peers
+from jetfire.measure import peers, products
 from jetfire.measure.bounds import reblocked
-from jetfire.measure.data import Source
+from jetfire.measure.data import OPERANDS, Source
 from jetfire.measure.op import StandardOp, draw, unrounded
 from jetfire.measure.peers import Factory
 
@@ -73,18 +71,9 @@ class GemmProblem(Problem):
             raise UsageError(f"out_block={self.out_block} out={self.out}: expected out=int8")
 
 
-HALF_UNIT = 2.0**-24  # of an fp32 rounding, relatively
-SMALLEST = 2.0**-149
-# Beyond these an fp32 result may overflow on its way; for the telescoped schedule a product of two
-# scales, which it has times 2^22.
-MOST, MOST_TELESCOPED = 2.0**127, 2.0**104
-FEW = 4096  # elements, of which a norm says little
 SUITE_KERNELS = ("wgmma", "gluon")
 # n and k of DeepGEMM's tests, which it runs with few rows and with many.
 DEEP = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
-# As a linear layer has them: activations, activations with outliers and gradients, times weights.
-# Of two such operands the few places where outliers or large rows meet would decide everything.
-PROMOTION_DATA = ("normal", "outlier/normal", "gradient/normal")
 PROMOTION_PEERS = ("cublas_bf16", "fp8_scaled_mm", "fp8_scaled_mm_block")
 
 
@@ -147,7 +136,6 @@ class Gemm(StandardOp):
     def floats(
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
-        """Return the fp32 ``a`` (m×k) and ``b`` (n×k) whose codes `inputs` gives for that seed."""
         source = Source(data, device, seed)
         a = source.floats(problem.m, problem.k, operand=0)
         return {"a": a, "b": source.floats(problem.n, problem.k, operand=1)}
@@ -156,19 +144,10 @@ class Gemm(StandardOp):
         return ("c",) if problem.accumulate else ()
 
     def reference(self, problem: GemmProblem, inputs: Tensors) -> Tensors:
-        from jetfire.reference.gemm import gemm_float64
-
-        c = gemm_float64(
-            inputs["a"], inputs["a_scale"], inputs["b"], inputs["b_scale"], problem.block
-        )
-        if problem.bias:
-            c += inputs["bias"].double()
-        if problem.accumulate:
-            c += inputs["c"].double()
-        expected = {"c": c, **_evaluation(problem, inputs)}
+        expected = products.reference(inputs, problem.block)
         if problem.out == "int8":
             noise, over = (_of_written(problem, expected[k]) for k in ("evaluation", "over"))
-            expected |= unrounded(problem, inputs, c, noise, over)
+            expected |= unrounded(problem, inputs, expected["c"], noise, over)
         return expected
 
     def check(
@@ -178,11 +157,9 @@ class Gemm(StandardOp):
         expected: Tensors,
         noise: Tensor | None = None,
     ) -> Check:
-        over = expected["over"]
-        if noise is not None:
-            over = over | (expected["largest"] >= MOST_TELESCOPED)
         if problem.out != "int8":
-            return _check_floats(problem, outputs["c"], {**expected, "over": over}, noise)
+            return products.check_floats(outputs["c"], expected, noise, problem.block, problem.k)
+        over = products.overflowing(expected, noise)
         off = expected["evaluation"] if noise is None else expected["evaluation"] + noise
         known = {"q_noise": _of_written(problem, off), "q_over": _of_written(problem, over)}
         return super().check(problem, outputs, expected | known)
@@ -205,27 +182,11 @@ class Gemm(StandardOp):
             for name, tensor in outputs.items():
                 tensor.copy_(codes[name])
 
-    def tolerance(self, problem: GemmProblem) -> float:
-        """Return how far off a float output may be, relatively, before it is rounded to its dtype.
-
-        Each of the sum's ⌈k/block⌉ additions rounds by at most 2^-24, and roundings of either sign
-        add up as their root.
-        """
-        return max(1e-6, HALF_UNIT * math.sqrt(ceil_div(problem.k, problem.block)))
-
     def flops(self, problem: GemmProblem) -> float:
         return 2.0 * problem.m * problem.n * problem.k
 
     def edges(self, problem: GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
-        """Have what is added to a product be much larger than it, or much smaller."""
-        from jetfire.measure import edges
-
-        rare = {}
-        if problem.bias:
-            rare["bias"] = edges.each(rng, (0.0, 1e-4, -1e4), inputs["bias"])
-        if problem.accumulate:
-            rare["c"] = inputs["c"] * rng.choice((0.0, 2.0**-12, 2.0**10))
-        return rare
+        return products.edges_of(rng, inputs)
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return fields without the block of codes where none are written."""
@@ -262,7 +223,7 @@ class Gemm(StandardOp):
             *(models(workload=name) for name in workloads.MODELS),
             *(few(workload=name, settings=flow) for name in workloads.MODELS),
             *(few(sizes={"m": [64, 128, 4096], "n": [n], "k": [k]}) for n, k in DEEP),
-            *(promotion(data=data) for data in PROMOTION_DATA),
+            *(promotion(data=data) for data in OPERANDS),
         ]
 
     def exported(self) -> list[Exported]:
@@ -288,99 +249,9 @@ class Gemm(StandardOp):
         return peers.gemm(problem.m, problem.n, problem.k, inputs["a"].device)
 
 
-def _evaluation(problem: GemmProblem, inputs: Tensors) -> Tensors:
-    """Return by block of C what sums in fp32 may be off by, and where they may overflow.
-
-    ``total``: Σ|term| at the most. ``evaluation``: n additions in any order err by at most
-    n·u·Σ|term|, and by 8·√n·u·Σ|term| but with a chance of 3e-14·n (Higham and Mary, "A new
-    approach to probabilistic rounding error analysis", 2019, theorem 2.4, λ = 8). ``systematic``:
-    what does not average out. A term like the one before it is rounded like it, so each may count
-    whole: of constant operands 1400 blocks of K were off by 300 roundings. Then what products of
-    scales, terms and sums below 2^-126 are off by, and what the reference is, in float64.
-    """
-    from jetfire.reference.gemm import magnitudes
-    from jetfire.reference.quantize import block_amax
-
-    a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
-    total, integers, largest = magnitudes(a, a_scale, b, b_scale, problem.block)
-    if problem.bias:
-        total = total + block_amax(inputs["bias"].double()[None], problem.block)
-    if problem.accumulate:
-        total = total + block_amax(inputs["c"].double(), problem.block)
-    steps = ceil_div(problem.k, problem.block) + 8  # products, stream-K's parts, bias, C
-    systematic = SMALLEST * (integers + steps) + problem.k * 2.0**-53 * total
-    chance = 8 * math.sqrt(steps)
-    if chance < steps:
-        systematic += _repeats(a_scale, b_scale) * HALF_UNIT * total
-    return {
-        "evaluation": min(steps, chance) * HALF_UNIT * total + systematic,
-        "systematic": systematic,
-        "total": total,
-        "largest": largest,
-        "over": (total >= MOST) | (largest >= MOST),
-    }
-
-
 def _of_written(problem: GemmProblem, bound: Tensor) -> Tensor:
     """Return a bound on the elements of C's blocks by the blocks of the codes that are written."""
     return reblocked(bound, problem.m, problem.n, problem.block, problem.out_block)
-
-
-def _repeats(a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """Return how many blocks of K have the scales of the one before: float64, by block of C."""
-    of_a, of_b = ((scale[:, 1:] == scale[:, :-1]).double() for scale in (a_scale, b_scale))
-    return of_a @ of_b.t()
-
-
-def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return half a dtype's unit in the last place of float64 sizes, which it overwrites."""
-    import torch
-
-    kind = torch.finfo(dtype)
-    # The sign and the fraction taken off, a power of two is left.
-    size.view(torch.int64).bitwise_and_(0x7FF << 52)
-    return size.clamp_(min=kind.smallest_normal).mul_(kind.eps / 2)
-
-
-def _check_floats(
-    problem: GemmProblem, c: Tensor, expected: Tensors, noise: Tensor | None
-) -> Check:
-    """Hold each element to what its terms and C's dtype allow, the whole to the tolerance.
-
-    The former finds an error in few elements, or in small ones beside large; the latter one that is
-    everywhere. Of few elements, or where terms cancel by more than random signs do, there is only
-    the former.
-    """
-    import torch
-
-    from jetfire.measure import check
-    from jetfire.reference.quantize import spread
-
-    wanted, block, over = expected["c"], problem.block, expected["over"]
-    added = expected["systematic"] if noise is None else expected["systematic"] + noise
-    give = spread(added + expected["evaluation"], block, *c.shape)
-    # With v what fp32 gives, |v − wanted| ≤ give, and C is v rounded once, to nearest:
-    # |C − v| ≤ unit(|v|)/2 ≤ unit(|wanted| + give)/2, for a larger number's unit is no smaller.
-    # A number rounded toward zero is up to a whole unit off, a root mean square of 1/√3.
-    rounding = _half_unit(wanted.abs().nan_to_num_(0.0).add_(give), c.dtype)
-    everywhere = spread(over, block, *c.shape)
-    each = check.bounded("c", c, wanted, give + rounding, everywhere)
-    if bool(over.any()) or not bool(torch.isfinite(c).all()):
-        done = check.settled(c, wanted, give) | everywhere
-        c, wanted = c.masked_fill(done, 0.0), wanted.masked_fill(done, 0.0)
-        rounding = rounding.masked_fill(done | torch.isnan(wanted), 0.0)
-    size = float(wanted.nan_to_num(0.0).norm())
-    total = check.norm_of(expected["total"].masked_fill(over, 0.0), block, *c.shape)
-    if c.numel() < FEW or not size or total > 4 * math.sqrt(problem.k) * size:
-        return each
-    error = check.relative_error(c, wanted)
-    accepted = OP.tolerance(problem)
-    added = added.masked_fill(over, 0.0)
-    accepted += (check.norm_of(added, block, *c.shape) + float(rounding.norm())) / size
-    if error <= accepted:
-        return each
-    message = f"c: relative error {error:.3g}, accepted {accepted:.3g}"
-    return Check(False, error, each.message or message)
 
 
 OP = Gemm()

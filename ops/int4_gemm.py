@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
-from jetfire.core.kept_rows import SEGMENT, capacity
+from jetfire.core.kept_rows import MOST_K, SEGMENT, capacity
 from jetfire.core.op import Tuning
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import FloatName, Mode, Problem
@@ -29,14 +29,6 @@ __all__ = ["int4_gemm"]
 
 Operands = Literal["packed", "wide"]
 Product = Literal["fwd", "dgrad", "wgrad"]
-
-# The largest K whose integer sums fit in 32 bits: products of two wide codes, or in a wgrad of 14,
-# of a code of 7 repeated 16 times and of another code.
-MOST_K: dict[Product, int] = {
-    "fwd": (2**31 - 1) // 128**2,
-    "dgrad": (2**31 - 1) // 128**2,
-    "wgrad": (2**31 - 1) // (14 * 112 * 8),
-}
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, FloatName, Layout, Mode, Problem, Rounding
+from jetfire.core.problem import Block, FloatName, Layout, Mode, Rounding
 from jetfire.core.tensors import Quantized, Specs, Tensors, quantized, seed_of
 from jetfire.measure import peers
 from jetfire.measure.bounds import overflows, worst
 from jetfire.measure.data import Source
-from jetfire.measure.op import StandardOp, unrounded
-from jetfire.ops.cross_entropy import OP as CROSS_ENTROPY
-from jetfire.ops.cross_entropy import ULP, CrossEntropyProblem, labelled
+from jetfire.measure.logits import ULP, LogitsOp, LogitsProblem, labelled
+from jetfire.measure.op import unrounded
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +30,7 @@ LARGE = 2.0**7  # a probability of 2^120 may overflow before its factor makes it
 
 
 @dataclass(frozen=True)
-class QuantizeDlogitsProblem(Problem):
+class QuantizeDlogitsProblem(LogitsProblem):
     """logits (m×n, `dtype`), targets, lse and dloss to the codes of the loss's gradient.
 
     Columns from `valid` on (if there are any) are padding: their gradient is 0.
@@ -45,40 +42,23 @@ class QuantizeDlogitsProblem(Problem):
     layout: Layout = "q"
     valid: int | None = None
 
-    @property
-    def loss(self) -> CrossEntropyProblem:
-        """The problem of the gradient without its quantisation."""
-        return CrossEntropyProblem(self.m, self.n, self.dtype, "bwd", self.valid)
 
-    @property
-    def columns(self) -> int:
-        """The number of columns that are no padding."""
-        return self.loss.columns
-
-
-class QuantizeDlogits(StandardOp):
+class QuantizeDlogits(LogitsOp):
     """The gradient is quantised as it is in fp32: no rounding to the logits' dtype in between."""
 
     name = "quantize_dlogits"
     summary = "softmax cross-entropy's gradient, float in and INT8 out"
     Problem = QuantizeDlogitsProblem
-    never_empty = CROSS_ENTROPY.never_empty
     untuned = True
     # As `quantize` has them.
-    matched = (*StandardOp.matched, "rounding", "layout")
-
-    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return CROSS_ENTROPY.fitted(fields)
-
-    def shapes(self, model: Model) -> list[dict[str, int]]:
-        return CROSS_ENTROPY.shapes(model)
+    matched = (*LogitsOp.matched, "rounding", "layout")
 
     def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
         """Return every rounding, of the codes alone and with their transpose."""
         return [{"rounding": ["nearest", "stochastic"], "layout": ["q", "both"]}]
 
     def reads(self, problem: QuantizeDlogitsProblem) -> Specs:
-        return CROSS_ENTROPY.reads(problem.loss) | seed_of(problem)
+        return super().reads(problem) | seed_of(problem)
 
     def writes(self, problem: QuantizeDlogitsProblem) -> Specs:
         return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
@@ -90,14 +70,11 @@ class QuantizeDlogits(StandardOp):
         seed: int = 0,
         data: str = "normal",
     ) -> Tensors:
-        """Return those of `cross_entropy`, and a seed."""
-        inputs = CROSS_ENTROPY.inputs(problem.loss, device, seed, data)
+        """Return those of the loss's gradient, and a seed."""
+        inputs = super().inputs(problem, device, seed, data)
         if problem.rounding == "stochastic":
             inputs["seed"] = Source(data, device, seed).seed()
         return inputs
-
-    def edges(self, problem: QuantizeDlogitsProblem, inputs: Tensors, rng: Random) -> Tensors:
-        return CROSS_ENTROPY.edges(problem.loss, inputs, rng)
 
     def reference(self, problem: QuantizeDlogitsProblem, inputs: Tensors) -> Tensors:
         """Return the gradient in float64, and bounds on what evaluation in fp32 may add.
@@ -127,7 +104,7 @@ class QuantizeDlogits(StandardOp):
 
     def eager(self, problem: QuantizeDlogitsProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return torch's own gradient in the logits' dtype, and plain torch's codes of it."""
-        gradient = CROSS_ENTROPY.eager(problem.loss, inputs)
+        gradient = super().eager(problem, inputs)
         return lambda: peers.codes(problem, gradient())
 
 

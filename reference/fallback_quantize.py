@@ -37,3 +37,10 @@ def fallback_quantize(
     falls = (amax > threshold) & (amax < LARGEST)
     missed = x - q.float() * spread(scale, block, *x.shape)
     return q, scale, *quantize(missed.masked_fill(~spread(falls, block, *x.shape), 0.0), block)
+
+
+def threshold_of(x: torch.Tensor, block: int, percent: int) -> torch.Tensor:
+    """Return the threshold above which so many of a matrix's blocks are, rounded up: fp32, one."""
+    largest = block_amax(x.float(), block).flatten().nan_to_num(0.0, 0.0).sort(descending=True)[0]
+    falling = -(-len(largest) * percent // 100)
+    return largest[falling : falling + 1].clone() if falling < len(largest) else largest[:1] * 0

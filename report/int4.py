@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from jetfire.core import registry
 from jetfire.core.workloads import LAYERS
 from jetfire.measure.results import Results, Row, problem_text
 from jetfire.report import show
-from jetfire.report.rows import fastest, grouped, having, ratio
+from jetfire.report.rows import fastest, grouped, having, measured, ratio
 from jetfire.report.table import Section, Table
 from jetfire.report.text import fixed, mean, rate_text, share, significant, time_text, times
 
 FP16 = "cublas_fp16"  # the paper's own peer (arXiv 2306.11987)
 Shape = tuple[int, int, int]
-
-
-@cache
-def ops() -> tuple[str, ...]:
-    """Return the names of the ops that the part `int4` of the results measures."""
-    timed = {name: registry.get(name).timed() or () for name in registry.names()}
-    return tuple(name for name, found in timed.items() if any(t.part == "int4" for t in found))
 
 
 def _kernels(results: Results, *names: str) -> list[Row]:
@@ -139,7 +131,7 @@ def _described(row: Row) -> str:
 
 def memory_bound(results: Results) -> Section:
     """The other ops alone: bandwidth, and against torch.compile."""
-    alone = [name for name in ops() if not registry.get(name).baselines]
+    alone = [name for name in measured("int4") if not registry.get(name).baselines]
     rows = sorted(_kernels(results, *alone), key=lambda row: alone.index(row.op))
     lines = []
     for same in grouped(rows, lambda row: (row.op, problem_text(row.problem))).values():

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jetfire.core.suites import PRODUCTS
 from jetfire.core.workloads import MODELS
+from jetfire.measure.data import OPERANDS
 from jetfire.measure.results import Results, Row, problem_text, shape_text
-from jetfire.ops.gemm import PROMOTION_DATA
 from jetfire.report import int4, show, training
-from jetfire.report.rows import fastest, grouped, having, ratio, varying
+from jetfire.report.rows import fastest, grouped, having, measured, ratio, varying
 from jetfire.report.table import Section, Table
 from jetfire.report.text import (
     NOTHING,
@@ -29,17 +30,19 @@ BLOCKS = (32, 64, 128)
 LARGE = ((8192, 4096), (8192, 16384))
 
 
-def timed(results: Results, op: str | None = None) -> list[Row]:
-    """Return the timed rows of an op, or of all but training's and INT4's; no curve's points."""
-    own = (*training.OPS, *int4.ops())
+def timed(results: Results) -> list[Row]:
+    """Return the timed rows of all ops but training's and INT4's; no curve's points."""
+    own = (*training.OPS, *measured("int4"))
     return [
         row
         for row in results.rows
-        if row.ms is not None
-        and row.curve is None
-        and row.op not in own
-        and (op is None or row.op == op)
+        if row.ms is not None and row.curve is None and row.op not in own
     ]
+
+
+def gemm(results: Results) -> list[Row]:
+    """Return the timed rows of the GEMM, which the part `PRODUCTS` measures."""
+    return [row for row in timed(results) if row.op in measured(PRODUCTS)]
 
 
 def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
@@ -48,7 +51,7 @@ def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
 
 def plain_gemm(results: Results) -> list[Row]:
     """Return the rows of square products that write BF16 and no more."""
-    rows = having(timed(results, "gemm"), out="bf16", bias=False, accumulate=False)
+    rows = having(gemm(results), out="bf16", bias=False, accumulate=False)
     return [row for row in rows if row.problem["m"] == row.problem["n"] == row.problem["k"]]
 
 
@@ -85,7 +88,7 @@ def gemm_squares(results: Results) -> Section:
 
 def gemm_outputs(results: Results) -> Section:
     """What each output costs at 8192³."""
-    every = having(timed(results, "gemm"), m=8192, n=8192, k=8192)
+    every = having(gemm(results), m=8192, n=8192, k=8192)
     rows = [row for row in every if row.role == "kernel"]
     named = [name for name in varying(rows)[1] if name != "block"] if rows else []
     kinds = grouped(rows, lambda row: _fields(row, named))
@@ -133,7 +136,7 @@ def _shape(row: Row) -> tuple[int, int]:
 
 def gemm_models(results: Results) -> Section:
     """The GEMMs of one transformer block of each model, against cuBLAS BF16."""
-    rows = having(timed(results, "gemm"), bias=False)
+    rows = having(gemm(results), bias=False)
     lines = []
     for name, model in MODELS.items():
         m, layers = model.tokens, list(model.linears())
@@ -211,7 +214,7 @@ def small_models(results: Results) -> Section:
 
 def other_products(results: Results) -> Section:
     """Products of other ops than the GEMM: the fastest kernel of each problem."""
-    found = [row for row in timed(results) if row.tflops and row.op != "gemm"]
+    found = [row for row in timed(results) if row.tflops and row.op not in measured(PRODUCTS)]
     lines = []
     for same in grouped(found, lambda row: (row.op, problem_text(row.problem))).values():
         row = fastest(row for row in same if row.role == "kernel")
@@ -245,7 +248,7 @@ def promotion(results: Results) -> Section:
     ordered = sorted(points.items(), key=lambda item: item[0][:2])
     lines = [_promoted(block, label, same) for (_, block, label), same in ordered]
     shape = shape_text(rows[0].problem, ()) if rows else ""
-    names = [data_text(kind) for kind in PROMOTION_DATA]
+    names = [data_text(kind) for kind in OPERANDS]
     text = (
         f"GEMM {shape}, BF16 out. With a scale for each block of K, the tensor cores' int32 sums "
         "are promoted to fp32 once a block. TOPS and × cuBLAS BF16 are of normal data. SQNR is "
@@ -262,15 +265,15 @@ def promotion(results: Results) -> Section:
 
 
 def _promoted(block: int, label: str, rows: Sequence[Row]) -> list[str]:
-    of = {kind: [row for row in rows if row.data == kind] for kind in PROMOTION_DATA}
+    of = {kind: [row for row in rows if row.data == kind] for kind in OPERANDS}
     errors = [row.schedule_err for row in rows if row.schedule_err is not None]
     return [
         str(block or NOTHING),
         label,
         _tflops(of["normal"]),
         times(ratio(fastest(of["normal"]), "cublas_bf16")),
-        *(_cell(of[kind], lambda row: row.sqnr_db, 1) for kind in PROMOTION_DATA),
-        _cell(of[PROMOTION_DATA[-1]], lambda row: row.row_sqnr_db, 1),
+        *(_cell(of[kind], lambda row: row.sqnr_db, 1) for kind in OPERANDS),
+        _cell(of[OPERANDS[-1]], lambda row: row.row_sqnr_db, 1),
         error_text(max(errors)) if errors else NOTHING,
     ]
 
@@ -294,7 +297,8 @@ def readme(results: Results) -> Table:
 
 # What each plot shows, in words.
 ALTS = {
-    "gemm": "GEMM of square matrices: each kernel's and peer's time and rate by size, and roofline",
+    PRODUCTS: "GEMM of square matrices: each kernel's and peer's time and rate by size, "
+    "and roofline",
     "promotion": "What a promotion costs: each schedule's rate over its signal to noise",
     "memory-bound": "Memory-bound ops: time and bandwidth by size",
 }
@@ -319,5 +323,5 @@ def plots(results: Results) -> dict[str, list[Row]]:
     sizes = {(row.kernel, row.problem["m"]) for row in rest}
     several = {name for name, count in Counter(name for name, _ in sizes).items() if count > 1}
     rest = [row for row in rest if row.kernel in several]
-    found = {"gemm": plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
+    found = {PRODUCTS: plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
     return {name: rows for name, rows in found.items() if rows}

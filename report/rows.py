@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
+from jetfire.core import registry
 from jetfire.core.profiles import Entry
 from jetfire.measure.results import Row
 
 T = TypeVar("T")
+
+
+@cache
+def measured(part: str) -> tuple[str, ...]:
+    """Return the names of the ops that a part of the results measures."""
+    timed = {name: registry.get(name).timed() or () for name in registry.names()}
+    return tuple(name for name, found in timed.items() if any(t.part == part for t in found))
 
 
 def ratio(row: Row | None, *peers: str) -> float | None:

@@ -44,8 +44,12 @@ LOOKUPS_SCHEMA = 1
 NEAR = 1.1
 # Of two times that differ by less, neither is the slower one.
 ROUNDING = 0.999
-PEERS = {"gemm": "cublas_bf16"}
-OTHER_PEER = "copy"
+PASS = "copy"  # the peer of what is no product
+
+
+def peer_of(op: str) -> str:
+    """Return the peer that an op was tuned beside."""
+    return registry.get(op).tuning.peer
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class ShippedEntry:
 
     @property
     def peer(self) -> float | None:
-        """The time of the peer in `PEERS` over the tuned config's."""
-        return self.entry.vs_peer.get(PEERS.get(self.op, OTHER_PEER))
+        """The time of the op's peer over the tuned config's."""
+        return self.entry.vs_peer.get(peer_of(self.op))
 
     @property
     def read(self) -> int:
@@ -180,8 +184,8 @@ def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
 
 
 def _parts(entries: Sequence[ShippedEntry]) -> dict[str, list[ShippedEntry]]:
-    kinds = grouped(entries, lambda one: "GEMM" if one.op == "gemm" else "the other ops")
-    named = {"all ops": list(entries), "GEMM": [], "the other ops": [], **kinds}
+    kinds = grouped(entries, lambda one: "the other ops" if peer_of(one.op) == PASS else "products")
+    named = {"all ops": list(entries), "products": [], "the other ops": [], **kinds}
     return {name: part for name, part in named.items() if part}
 
 
@@ -189,12 +193,10 @@ def _parts(entries: Sequence[ShippedEntry]) -> dict[str, list[ShippedEntry]]:
 
 
 def overall(entries: Sequence[ShippedEntry]) -> Table:
-    """The GEMM and the other ops, a problem once."""
+    """Products and the other ops, a problem once."""
     rows = []
     for name, part in _parts(in_use(entries)).items():
-        ratios = grouped(
-            (one for one in part if one.peer), lambda one: PEERS.get(one.op, OTHER_PEER)
-        )
+        ratios = grouped((one for one in part if one.peer), lambda one: peer_of(one.op))
         peers = [
             f"{times(mean(one.peer or 0 for one in of))} {peer}" for peer, of in ratios.items()
         ]

@@ -12,8 +12,8 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.kernels_triton.fallback_gemm import FallbackGemmConfig
 from jetfire.ops import int8_fallback_gemm, int8_fallback_quantize, int8_gemm, int8_quantize
-from jetfire.ops.fallback_quantize import threshold_of
 from jetfire.reference.dequantize import dequantize
+from jetfire.reference.fallback_quantize import threshold_of
 
 OP = registry.get("fallback_gemm")
 

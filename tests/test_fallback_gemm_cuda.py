@@ -13,10 +13,9 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, verify
 from jetfire.core.machine_code import audit
-from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda import block_gemm, driver
 from jetfire.kernels_cuda.fallback_gemm import wgmma
 from jetfire.kernels_cuda.fallback_gemm.wgmma import FallbackConfig, program
-from jetfire.kernels_cuda.gemm import wgmma as plain
 from jetfire.reference.fallback_gemm import side_by_side
 from jetfire.reference.gemm import gemm, gemm_telescoped
 from jetfire.tests.host_cuda import built, needs_a_compiler
@@ -128,7 +127,7 @@ def host(library, monkeypatch):
     monkeypatch.setattr(driver, "tensor_map", tensor_map)
     monkeypatch.setattr(driver, "processors", lambda _: 2)
     monkeypatch.setattr(wgmma, "loaded", loaded)
-    monkeypatch.setattr(plain, "readable", lambda _: True)
+    monkeypatch.setattr(block_gemm, "readable", lambda _: True)
     wgmma._prepare.cache_clear()
     yield
     wgmma._prepare.cache_clear()

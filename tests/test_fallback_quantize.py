@@ -11,8 +11,8 @@ from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.kernels_triton.tiles import TileConfig
 from jetfire.ops import int8_fallback_quantize, int8_quantize
-from jetfire.ops.fallback_quantize import threshold_of
 from jetfire.reference.dequantize import dequantize
+from jetfire.reference.fallback_quantize import threshold_of
 from jetfire.reference.quantize import block_amax, spread
 
 OP = registry.get("fallback_quantize")

@@ -19,7 +19,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
 from jetfire.core.workloads import RAGGED
-from jetfire.kernels_cuda.gemm.noise import telescoped_noise
+from jetfire.kernels_cuda.noise import telescoped_noise
 from jetfire.measure.check import settled
 from jetfire.measure.data import TYPICAL
 from jetfire.reference.dequantize import dequantize

@@ -348,6 +348,18 @@ def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_
     assert not streams(4096, 4096, 4096, block=128, out="int8", layout="both")
 
 
+def test_defaults_do_not_stream_where_tiles_would_share_nothing_in_l2():
+    if (reason := KERNEL.unfit(HOPPER)) is not None:
+        pytest.skip(reason)
+    for m, n in ((2048, 1600), (8192, 1024)):  # of an output head's input
+        assert streams(m, n, 16384, block=128, out="bf16")
+        assert not streams(m, n, 50304, block=128, out="bf16")
+        for l2_bytes in (0, 1 << 30):  # unknown, and one that all of it fits
+            found = dataclasses.replace(HOPPER, l2_bytes=l2_bytes)
+            assert cost.fastest(KERNEL, OP.Problem(m, n, 50304, block=128), found).stream
+    assert streams(8192, 4096, 22016, block=128, out="bf16")
+
+
 def test_streaming_whole_waves_costs_what_they_cost():
     problem = OP.Problem(64 * 132, 128, 4096)  # 132 tiles
     config = WgmmaConfig(groups=1, schedule="telescoped")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jetfire
+from jetfire import ops
 from jetfire.core import registry
 
 ROOT = Path(jetfire.__file__).parent
@@ -145,51 +146,30 @@ def test_circles_are_found(edges, expected):
 
 
 OPS = frozenset(registry.names())
+# What layers call: an op's public functions, all of which `jetfire.ops` has. A type checker takes
+# the one whose name is its op's for the module, so that one is imported from the module itself.
+FUNCTIONS = frozenset(ops.__all__)
+# What such an op is made of are other ops, as it declares: its kernels name those that they launch.
+COMPOSITES = frozenset(name for name in OPS if registry.get(name).composite)
 # Where an op's name stands outside its own files, and why it may. Strike out what goes; what is new
 # belongs into the op's file or its kernels' folders.
 NAMED = {
+    # A part of the suite `results` that users type.
+    "core/suites.py": ["gemm"],
     # Documents about named ops' results.
     "report/int4.py": ["hadamard_gemm", "hadamard_quantize", "int4_gemm"],
-    "bench/promotion.py": ["gemm"],
-    "report/int8.py": ["gemm"],
-    "report/tuned.py": ["gemm"],
-    # The name of a part of the suite `results`, not of the op.
-    "bench/suite.py": ["gemm"],
     # A setting of a run, and a size of a model, that is called dropout.
     "report/runs.py": ["dropout"],
     "gpt2/model/layouts.py": ["dropout"],
     # A setting's values.
     "gpt2/training/settings.py": ["adamw", "adamw8"],
-    # Layers are made of ops, and some modules of theirs have their names.
-    "nn/__init__.py": ["gelu", "layernorm"],
-    "nn/int4.py": ["int4_gemm"],
-    "nn/int4_gradient.py": ["int4_gemm"],
-    "nn/loss.py": ["cross_entropy"],
-    "nn/moments.py": ["adamw8"],
-    "nn/sizes.py": ["adamw8"],
-    "nn/recipes.py": ["int4_gemm"],
-    # A composite launches the kernels of others; its stage of a product is called gemm.
-    "kernels_cuda/hadamard_gemm/staged.py": [
-        "bit_split",
-        "gather_rows",
-        "gemm",
-        "hadamard_quantize",
-        "int4_gemm",
-        "sample_rows",
-    ],
     # The function in a CUDA source is called gemm.
     "kernels_cuda/int4_gemm/wgmma.py": ["gemm"],
-    # What a product by blocks has in common with one with fallback.
-    "kernels_cuda/fallback_gemm/sanitizer.py": ["gemm"],
-    "kernels_cuda/fallback_gemm/wgmma.py": ["gemm"],
     # Kernels that are another op's, but for what they read: a profile's hash has both ops' code.
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
-    # Ops that are defined by what another computes. And a field that has an op's name.
-    "ops/adamw8.py": ["adamw"],
-    "ops/fallback_gemm.py": ["fallback_quantize", "gemm"],
+    # A field that has an op's name.
     "ops/gather_rows.py": ["transpose"],
-    "ops/quantize_dlogits.py": ["cross_entropy"],
 }
 
 
@@ -201,24 +181,26 @@ def own(path):
     return stem if parts[0] in homes and stem in OPS else None
 
 
-def named(tree):
+def named(tree, called):
     """Ops whose names a module has as a text, or whose files it imports.
 
-    But for their references: those are arithmetic, for whatever is defined by it.
+    But for their references: those are arithmetic, for whatever is defined by it. And for the
+    public functions that it may call.
     """
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    imported = {own(FILES[name]) for name in every_import(tree) if name in FILES}
+    imported = {own(FILES[name]) for name in every_import(tree, called) if name in FILES}
     return {name for name in OPS if name in texts or name in imported}
 
 
-def every_import(tree):
+def every_import(tree, called):
     """The modules of ops and kernels that a module imports, for types too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jetfire."):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}".removeprefix("jetfire.")
                 found = inner if inner in FILES else node.module.removeprefix("jetfire.")
-                if package(found) != "reference":
+                kind = package(found)
+                if kind != "reference" and not (kind == "ops" and alias.name in called):
                     yield found
         elif isinstance(node, ast.Import):
             for alias in node.names:
@@ -228,12 +210,31 @@ def every_import(tree):
 
 def test_no_op_s_name_stands_outside_its_own_files():
     found = {}
-    for path in FILES.values():
-        others = named(tree(path)) - {own(path)}
+    for module, path in FILES.items():
+        kind = package(module)
+        if kind.startswith("kernels_") and own(path) in COMPOSITES:
+            continue
+        others = named(tree(path), FUNCTIONS if kind == "nn" else ()) - {own(path)}
         if others:
             found[str(path.relative_to(ROOT))] = others
     allowed = {file: set(names) for file, names in NAMED.items()}
     assert found == allowed
+
+
+@pytest.mark.parametrize(
+    ("code", "called", "expected"),
+    [
+        ("x = 'gemm'", FUNCTIONS, {"gemm"}),
+        ("from jetfire.reference import gemm", (), set()),
+        ("from jetfire.ops import int8_gemm", (), set()),
+        ("from jetfire.ops.int4_gemm import int4_gemm", (), {"int4_gemm"}),
+        ("from jetfire.ops.int4_gemm import int4_gemm", FUNCTIONS, set()),
+        ("from jetfire.ops.int4_gemm import Int4GemmProblem", FUNCTIONS, {"int4_gemm"}),
+        ("from jetfire.kernels_cuda.int4_gemm import cost", FUNCTIONS, {"int4_gemm"}),
+    ],
+)
+def test_names_of_ops_are_found(code, called, expected):
+    assert named(ast.parse(code), called) == expected
 
 
 def homes(trees):

@@ -10,12 +10,12 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.kept_rows import capacity
+from jetfire.core.kept_rows import MOST_K, capacity
 from jetfire.core.launch import launch, verify
 from jetfire.core.workloads import LAYERS, MODELS
 from jetfire.measure import peers
 from jetfire.measure.data import TYPICAL
-from jetfire.ops.int4_gemm import MOST_K, sampled
+from jetfire.ops.int4_gemm import sampled
 from jetfire.reference import int4_gemm as reference
 from jetfire.reference.nibbles import narrow, pack, unpack, widen
 

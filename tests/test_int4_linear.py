@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from jetfire.core.errors import UsageError
-from jetfire.core.kept_rows import capacity
+from jetfire.core.kept_rows import MOST_K, capacity
 from jetfire.nn import (
     RECIPES,
     Int4,
@@ -29,7 +29,6 @@ from jetfire.nn import int4 as module_of_int4
 from jetfire.nn.int4 import SEARCHED
 from jetfire.nn.int4_gradient import MOST_TOKENS
 from jetfire.ops import int4_measured_step, int8_dequantize, int8_quantize
-from jetfire.ops.int4_gemm import MOST_K
 from jetfire.reference import hadamard
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.measured_step import OF_RMS

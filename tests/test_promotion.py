@@ -19,12 +19,12 @@ from jetfire.core.files import write
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.suites import Timed
 from jetfire.measure import peaks
-from jetfire.measure.data import DISTRIBUTIONS
+from jetfire.measure.data import DISTRIBUTIONS, OPERANDS
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
 from jetfire.measure.runner import Options
 from jetfire.ops.gemm import OP as GEMM
-from jetfire.ops.gemm import PROMOTION_DATA, PROMOTION_PEERS
+from jetfire.ops.gemm import PROMOTION_PEERS
 from jetfire.reference.quantize import block_amax, quantize
 from jetfire.report import documents, int8
 from jetfire.report.plot import plot, promotion_figure
@@ -174,7 +174,7 @@ def test_a_wrong_schedule_is_no_point(kernels):
 def test_the_suite_has_every_block_and_kind_of_data():
     cases = suite.cases("promotion", Options(data="heavy"))
     assert {(c.problem.block, o.data) for c, o in cases} == {
-        (block, data) for block in (32, 64, 128) for data in PROMOTION_DATA
+        (block, data) for block in (32, 64, 128) for data in OPERANDS
     }
     assert len(cases) == 9
     assert {(c.problem.m, c.problem.n, c.problem.k, c.problem.out) for c, _ in cases} == {
@@ -267,7 +267,7 @@ PEERS = {"cublas_bf16": (700, 50.0), "fp8_scaled_mm": (1300, 28.0)}
 
 def points() -> list[Row]:
     found = []
-    for lost, data in enumerate(PROMOTION_DATA):
+    for lost, data in enumerate(OPERANDS):
         for block in (32, 64, 128):
             problem = GEMM.Problem(8192, 8192, 8192, block=block).as_dict()
             for schedule in ("exact", "telescoped"):
@@ -409,7 +409,7 @@ def test_files_from_before_the_curve_are_read(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("data", PROMOTION_DATA)
+@pytest.mark.parametrize("data", OPERANDS)
 def test_the_curve_on_the_gpu(data):
     device = Device.parse("cuda")
     if device.capability != (9, 0):

@@ -13,14 +13,10 @@ import numpy as np
 
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
-from jetfire.kernels_cuda import driver, hopper
+from jetfire.kernels_cuda import block_gemm, driver, hopper
+from jetfire.kernels_cuda.block_gemm import OUTPUTS, STEP_US, TILE_US, BlockGemmConfig
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import ELEMENT_BYTES, address
-from jetfire.kernels_cuda.gemm import wgmma as plain
-from jetfire.kernels_cuda.gemm.config import BlockGemmConfig
-from jetfire.kernels_cuda.gemm.constants import problem_constants
-from jetfire.kernels_cuda.gemm.cost import STEP_US, TILE_US
-from jetfire.kernels_cuda.gemm.noise import telescoped_noise
 from jetfire.kernels_cuda.hopper import (
     TILE_K,
     WgmmaKernel,
@@ -29,13 +25,13 @@ from jetfire.kernels_cuda.hopper import (
     tile_constants,
     wgmma_wrapper,
 )
+from jetfire.kernels_cuda.noise import telescoped_noise
 from jetfire.kernels_cuda.program import Program, loaded
 
 if TYPE_CHECKING:
     import torch
 
     from jetfire.ops.fallback_gemm import FallbackGemmProblem
-    from jetfire.ops.gemm import GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
 BLOCK = 128  # the only one: a step of K is a block
@@ -76,26 +72,22 @@ def sides(problem: FallbackGemmProblem, config: FallbackConfig) -> tuple[int, in
     return (n, m) if config.planes == "columns" else (m, n)
 
 
-def shared_bytes(problem: FallbackGemmProblem, config: FallbackConfig) -> int:
+def shared_bytes(config: FallbackConfig) -> int:
     """Return a block's shared memory in bytes: the plain product's, and a mark for each slot."""
-    return plain.shared_bytes(_like(problem), config) + ceil_div(config.stages, 2) * 8
-
-
-def _like(problem: FallbackGemmProblem) -> GemmProblem:
-    """Return a plain product of these blocks and output, of any size."""
-    from jetfire.ops.gemm import GemmProblem
-
-    return GemmProblem(1, 1, 1, block=problem.block, out=problem.out)
+    return block_gemm.shared_bytes(BLOCK, config) + ceil_div(config.stages, 2) * 8
 
 
 def program(problem: FallbackGemmProblem, config: FallbackConfig, tma_out: bool) -> Program:
     """Return the function for an output of some alignment."""
-    consumer, producer = plain.REGISTERS[config.groups]
-    shared = shared_bytes(problem, config)
+    consumer, producer = block_gemm.REGISTERS[config.groups]
+    shared = shared_bytes(config)
     columns = config.planes == "columns"
     constants: dict[str, bool | int] = {
-        **problem_constants(_like(problem)),
+        "BLOCK": BLOCK,
+        "OUT_BLOCK": BLOCK,
+        "OUTPUT": OUTPUTS[problem.out],
         "BIAS": problem.bias and not columns,
+        **dict.fromkeys(("ACCUMULATE", "STOCHASTIC", "Q", "QT"), False),
         "ROW_BIAS": problem.bias and columns,
         "PLANES_OF_B": columns,
         "TURNED": turned(problem, config),
@@ -141,8 +133,8 @@ class WgmmaFallback(WgmmaKernel):
             self.unfit(device)
             or self.outside(config)
             or _misfit(problem, config)
-            or plain.room_reason(config, shared_bytes(problem, config), device)
-            or plain.tiles_reason(config, *sides(problem, config))
+            or block_gemm.room_reason(config, shared_bytes(config), device)
+            or block_gemm.tiles_reason(config, *sides(problem, config))
         )
 
     def default(self, problem: FallbackGemmProblem, device: Device) -> FallbackConfig:
@@ -180,7 +172,7 @@ class WgmmaFallback(WgmmaKernel):
         inputs: Tensors,
         outputs: Tensors,
     ) -> None:
-        a, r, b = (plain.read_by_tma(inputs[name]) for name in "arb")
+        a, r, b = (block_gemm.read_by_tma(inputs[name]) for name in "arb")
         function, blocks, content = _prepare(
             problem,
             config,
@@ -257,7 +249,7 @@ def _misfit(problem: FallbackGemmProblem, config: FallbackConfig) -> str | None:
     apart = "cluster_n" if config.planes == "columns" else "cluster_m"
     if getattr(config, apart) > 1:
         return f"{apart}=2 planes={config.planes}: expected 1, or its blocks would differ in steps"
-    if reason := plain.boxes_reason(config):
+    if reason := block_gemm.boxes_reason(config):
         return reason
     if turned(problem, config) and config.tile_n % TURNED_COLUMNS:
         needs = f"expected a multiple of {TURNED_COLUMNS} to write tiles transposed"

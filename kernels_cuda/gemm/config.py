@@ -1,12 +1,13 @@
-"""The configs of sm_90a kernels by blocks: how they cut and feed their tiles."""
+"""The sm_90a kernel's config, and how many clusters and whole tiles a launch of it has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jetfire.core.tensors import ceil_div
-from jetfire.kernels_cuda.hopper import TILE_K, TileConfig
+from jetfire.kernels_cuda.block_gemm import BlockGemmConfig
+from jetfire.kernels_cuda.hopper import TILE_K
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
@@ -16,25 +17,6 @@ if TYPE_CHECKING:
 # get to run, which they do, being no more than the multiprocessors, once whatever else is running
 # ends.
 PARTS_A_TILE = 4
-
-
-@dataclass(frozen=True)
-class BlockGemmConfig(TileConfig):
-    """Choices of the kernels on block_gemm.cuh.
-
-    Attributes:
-        in_flight: groups that may multiply at once; 0 for all.
-        schedule: of the promotion; ``exact`` rounds as the reference does (but for `stream`), and
-            ``telescoped``, which `default` takes, within `noise`.
-    """
-
-    groups: int = 3
-    in_flight: Literal[0, 1, 2] = 0
-    schedule: Literal["exact", "telescoped"] = "exact"
-
-    @property
-    def telescoped(self) -> bool:
-        return self.schedule == "telescoped"
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jetfire.kernels_cuda.block_gemm import OUTPUTS
+
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
-
-# Numbers of block_epilogue.cuh's `enum Output`.
-OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 
 
 def problem_constants(problem: GemmProblem) -> dict[str, bool | int]:

@@ -8,37 +8,24 @@ from typing import TYPE_CHECKING, Literal
 from jetfire.core.device import Device
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda import hopper
+from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig, clusters, whole_tiles
 from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
-# Microseconds of a step of 128 of K on an H200, by groups and tile_n, for blocks of 32 and 128;
-# measured on one wave of telescoped tiles, 8192 along K.
-STEP_US = {
-    (1, 64): (0.33, 0.17),
-    (1, 128): (0.52, 0.30),
-    (2, 64): (0.47, 0.28),
-    (2, 96): (0.61, 0.36),
-    (2, 128): (0.81, 0.50),
-    (2, 192): (1.14, 0.66),
-    (3, 64): (0.61, 0.36),
-    (3, 96): (0.82, 0.52),
-    (3, 128): (1.05, 0.59),
-    (4, 64): (0.75, 0.45),
-}
-# For a tile's beginning and end. Requantising is not counted: it is work for each element, in any
-# tile. Where int8 has the tiles of bf16 it was 0.96 of its speed at 8192³ (blocks of 32 and 64, in
-# bursts); blocks of 128 (0.88) lose the rest by the tiles that `legal` leaves them.
-TILE_US = 1.2
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
 # microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
 # an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
 PART_US, LEFT_BYTES = 3.0, 8e4
 # What `stream` must gain by the model to be chosen: blocks that begin anywhere along K share less
-# of what L2 holds, which the model does not see.
+# of what L2 holds. Where the operands of the tiles at work are more than `SPREAD` times its size
+# they share nothing, and every tile's operands come from memory, at so many bytes per microsecond:
+# 2048×1600×50304 and 8192×1024×50304 took 1.9 and 1.5 times as long as without `stream` on an H100
+# (3.3 and 4.4e6 bytes per µs; 187 MB of an L2 of 50), 8192×4096×22016 (80 MB) as long.
 STREAM_GAIN = 1.03
+SPREAD, APART_BYTES = 1.7, 4.4e6
 
 
 @lru_cache(maxsize=4096)
@@ -96,4 +83,19 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     workers = clusters(problem, config, device.sms)
     share, parts = tiles * steps / workers, workers / tiles
     left_us = max(2, parts) * 4 * config.tile_m * config.tile_n / LEFT_BYTES
-    return share * step_us + (share / steps + 1) * TILE_US + max(1, parts) * PART_US + left_us
+    even_us = share * step_us + (share / steps + 1) * TILE_US + max(1, parts) * PART_US + left_us
+    return max(even_us, _reading_us(problem, config, device, tiles))
+
+
+def _reading_us(problem: GemmProblem, config: WgmmaConfig, device: Device, tiles: int) -> float:
+    """Estimate microseconds of reading operands from memory where tiles share none in L2; else 0.
+
+    It is 0 where the size of L2 is not known.
+    """
+    tile_m, tile_n = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
+    rows = min(config.raster, ceil_div(problem.m, config.tile_m)) * config.tile_m
+    columns = device.sms * config.tile_m * config.tile_n // rows
+    at_work = (rows + min(columns, problem.n)) * problem.k
+    if not device.l2_bytes or at_work <= SPREAD * device.l2_bytes:
+        return 0.0
+    return tiles * (tile_m + tile_n) * problem.k / APART_BYTES

@@ -13,27 +13,27 @@ import numpy as np
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
-from jetfire.kernels_cuda import driver
+from jetfire.kernels_cuda import block_gemm, driver
+from jetfire.kernels_cuda.block_gemm import (
+    REGISTERS,
+    boxes_reason,
+    read_by_tma,
+    room_reason,
+    tiles_reason,
+)
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm import cost
-from jetfire.kernels_cuda.gemm.config import (
-    PARTS_A_TILE,
-    BlockGemmConfig,
-    WgmmaConfig,
-    clusters,
-)
+from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, clusters
 from jetfire.kernels_cuda.gemm.constants import problem_constants
-from jetfire.kernels_cuda.gemm.noise import cut_noise, telescoped_noise
 from jetfire.kernels_cuda.hopper import (
-    TILE_K,
     WgmmaKernel,
     operand_map,
     output_map,
-    readable,
     tile_constants,
     wgmma_wrapper,
 )
+from jetfire.kernels_cuda.noise import cut_noise, telescoped_noise
 from jetfire.kernels_cuda.program import Program, loaded
 
 if TYPE_CHECKING:
@@ -42,11 +42,6 @@ if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
-# Registers of a thread that multiplies and of one that feeds it, by warp groups: at most what a
-# launch gives to all warps together, in eights.
-REGISTERS = {1: (184, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
-# Beside the sums, what a thread that multiplies needs for each 64 rows, so that nothing spills.
-OTHER_REGISTERS = 24
 
 
 @dataclass(frozen=True)
@@ -71,74 +66,13 @@ class TmaOutputs:
         return cls.of(problem, 16 * (problem.layout != "qt"), 16 * (problem.layout != "q"))
 
 
-def _factors(problem: GemmProblem, config: BlockGemmConfig) -> tuple[int, int]:
-    """Return rows and columns of a tile's factors: as many as it has scales wherever it lies."""
-    block, tile_n = problem.block, config.tile_n
-    columns = next(c for c in (128, 64, 32) if c <= block and tile_n % c == 0)
-    return config.tile_m // min(block, 64), tile_n // columns
-
-
-def factor_floats(problem: GemmProblem, config: BlockGemmConfig) -> int:
-    """Count the floats of a stage, as the source lays them out."""
-    rows, factors = _factors(problem, config)
-    pitch = ceil_div(factors, 4) * 4 if factors > 2 else factors
-    return (128 // problem.block + 2 * config.telescoped) * rows * pitch
-
-
-def shared_bytes(problem: GemmProblem, config: BlockGemmConfig) -> int:
+def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
     """Return a block's shared memory in bytes; the source asserts that it counts the same."""
     staging = 64 * config.tile_n if problem.layout != "q" and config.tile_n > 128 else 8192
-    floats = factor_floats(problem, config)
     amax = 0
     if problem.out == "int8":
         amax = 8 * config.groups * config.rows * max(config.tile_n // problem.out_block, 1)
-    return (
-        config.stages * (config.tile_m + config.tile_n) * TILE_K
-        + config.groups * config.buffers * staging
-        + ceil_div(config.stages * floats, 4) * 16
-        + ceil_div(2 * config.telescoped * sum(_factors(problem, config)), 2) * 8
-        + ceil_div(amax, 2) * 8
-        + 16 * config.stages
-    )
-
-
-def accumulators(config: BlockGemmConfig) -> int:
-    """Count the registers of a thread that hold sums, int32 and fp32."""
-    products = config.rows if config.telescoped else 1
-    return (config.rows + products) * config.tile_n // 2
-
-
-def room_reason(config: BlockGemmConfig, shared: int, device: Device) -> str | None:
-    """Return why a block does not fit the device, or its groups cannot take turns."""
-    limit = REGISTERS[config.groups][0] - OTHER_REGISTERS * (1 + (config.rows == 2))
-    if accumulators(config) > limit:
-        return (
-            f"{accumulators(config)} sums per thread: {config.groups} groups have registers "
-            f"for {limit}"
-        )
-    if shared > device.shared_bytes:
-        return f"{shared} bytes of shared memory: {device.label} has {device.shared_bytes}"
-    if config.groups <= config.in_flight:
-        return f"in_flight={config.in_flight}: expected fewer than {config.groups} groups"
-    return None
-
-
-def tiles_reason(config: BlockGemmConfig, m: int, n: int) -> str | None:
-    """Return why the kernel could not count the tiles of an m×n output."""
-    if ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n) >= 2**30:
-        return "more than 2^30 tiles"
-    return None
-
-
-def boxes_reason(config: BlockGemmConfig) -> str | None:
-    """Return which of a tile's sides is more than TMA fetches at once."""
-    for name, size, share in (
-        ("tile_m", config.tile_m, config.cluster_n),
-        ("tile_n", config.tile_n, config.cluster_m),
-    ):
-        if size // share > 256:
-            return f"{name}={size}: expected at most 256 rows per block of the cluster"
-    return None
+    return block_gemm.shared_bytes(problem.block, config, staging) + ceil_div(amax, 2) * 8
 
 
 def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Program:
@@ -159,9 +93,6 @@ def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Prog
     }
     text = header(constants, wgmma_wrapper(config.tile_n))
     return Program(SOURCE, text, shared, config.warps, "gemm", "a")
-
-
-PAD = Program(Path(__file__).parent / "pad.cu", header({}), 0, 8, features="a")
 
 
 class WgmmaGemm(WgmmaKernel):
@@ -233,18 +164,6 @@ class WgmmaGemm(WgmmaKernel):
             address(sums),
         )
         function(blocks, 32 * config.warps, (content,))
-
-
-def read_by_tma(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy that TMA can read: aligned rows, apart, of a multiple of 16 bytes."""
-    if readable(x):
-        return x
-    rows, columns = x.shape
-    padded = x.new_empty((rows, ceil_div(columns, 16) * 16))
-    addresses = np.uint64(padded.data_ptr()), np.uint64(x.data_ptr())
-    sizes = np.int32(rows), np.int32(columns), np.int64(x.stride(0))
-    PAD.launch(Device.of(x), rows, *addresses, *sizes)
-    return padded
 
 
 def _workspace(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.host import Host, size_for_16_bytes
+from jetfire.core.kept_rows import MOST_K
 from jetfire.kernels_cuda import driver, hopper
 from jetfire.kernels_cuda.int4_gemm import mma, wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
-from jetfire.ops.int4_gemm import MOST_K
 
 if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
