@@ -360,6 +360,15 @@ def test_defaults_do_not_stream_where_tiles_would_share_nothing_in_l2():
     assert streams(8192, 4096, 22016, block=128, out="bf16")
 
 
+def test_defaults_share_operands_of_large_outputs_but_with_little_along_k():
+    if (reason := KERNEL.unfit(HOPPER)) is not None:
+        pytest.skip(reason)
+    for m, n in ((16384, 4096), (8192, 50304)):
+        for k, share in ((2048, 1), (4096, 2)):
+            config = cost.fastest(KERNEL, OP.Problem(m, n, k, block=128), HOPPER)
+            assert (config.cluster_n, config.raster) == (share, 8 * share)
+
+
 def test_streaming_whole_waves_costs_what_they_cost():
     problem = OP.Problem(64 * 132, 128, 4096)  # 132 tiles
     config = WgmmaConfig(groups=1, schedule="telescoped")
