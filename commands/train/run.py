@@ -116,4 +116,6 @@ def run(
         raise
     from jetfire.gpt2.training import command
 
-    command.train(asked)
+    folder = command.train(asked)
+    if sample and environment.leads():
+        command.sample(folder, "", sample, device=device)

@@ -85,21 +85,34 @@ def _announce(training: Training, run: Run, device: Device) -> None:
         note(f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})")
 
 
-def train(asked: TrainOptions) -> None:
-    """Train, and print what the run came to. With torchrun, in each of its processes.
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Raise a UsageError in place of what torch and NumPy raise where there is not."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not lacking and "DefaultCPUAllocator" not in str(error):
+            raise
+        said = " ".join(str(error).split())[:150]
+        wanted = getattr(error, "__notes__", ["expected a smaller batch, context or model"])
+        raise UsageError(f"out of memory ({said}): {wanted[0]}") from None
+
+
+@_enough_memory()
+def train(asked: TrainOptions) -> Path:
+    """Train, print what the run came to, return its folder. With torchrun, in each process.
 
     Raises:
         JetfireError: with the exit code of what went wrong; the last checkpoint stands.
     """
-    with _enough_memory(), parallel.joined(asked.device) as (device, group):
-        with ExitStack() as stack:
-            run = group.once(lambda: stack.enter_context(opened(asked, group)))
-            with group.alike():
-                graph.used(run.settings, device.torch_device)  # or says now why it cannot be
-                check_fits(run.settings.shape(1), device)
-            _train(asked, run, device, group)
-        if asked.sample and group.leads:
-            sample(run.folder, "", asked.sample, device=asked.device)
+    with parallel.joined(asked.device) as (device, group), ExitStack() as stack:
+        run = group.once(lambda: stack.enter_context(opened(asked, group)))
+        with group.alike():
+            graph.used(run.settings, device.torch_device)  # or says now why it cannot be
+            check_fits(run.settings.shape(1), device)
+        _train(asked, run, device, group)
+    return run.folder
 
 
 @contextmanager
@@ -117,20 +130,6 @@ def algorithms(settings: Settings) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _enough_memory() -> Iterator[None]:
-    """Raise a UsageError in place of what torch and NumPy raise where there is not."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not lacking and "DefaultCPUAllocator" not in str(error):
-            raise
-        said = " ".join(str(error).split())[:150]
-        wanted = getattr(error, "__notes__", ["expected a smaller batch, context or model"])
-        raise UsageError(f"out of memory ({said}): {wanted[0]}") from None
 
 
 @contextmanager
@@ -236,6 +235,7 @@ def _trained(path: Path) -> Checkpoint:
     return saved
 
 
+@_enough_memory()
 def sample(
     path: Path,
     prompt: str,

@@ -31,7 +31,6 @@ class TrainOptions:
     device: str = "auto"
     seed: int | None = None
     watch: int | None = None
-    sample: int = 0
     loggers: Sequence[str] = ()
 
     def given(self) -> dict[str, Any]:
