@@ -21,8 +21,9 @@ from jetfire.gpt2.data import prepared
 from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.training import command, log, parallel
 from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.options import RunRequest
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.runs import TrainOptions, opened
+from jetfire.gpt2.training.runs import opened
 from jetfire.gpt2.training.settings import make
 from jetfire.tests import forked
 
@@ -333,7 +334,7 @@ def test_a_run_goes_on_in_another_way(runs, monkeypatch):
     assert execute("train", words) == 0
     assert losses(alone) == pytest.approx(losses(runs / "ddp")[4:], rel=near)
     assert log.read(alone)[0]["settings"]["accumulate"] == 4
-    three = TrainOptions(resume=True, output=runs / "one")
+    three = RunRequest(runs / "one")
     with (
         pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches per step"),
         opened(three, Group(0, 3)),

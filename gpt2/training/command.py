@@ -30,7 +30,7 @@ from jetfire.gpt2.training.display import TrainingDisplay
 from jetfire.gpt2.training.header import header
 from jetfire.gpt2.training.loggers import Logger
 from jetfire.gpt2.training.loop import Training
-from jetfire.gpt2.training.options import TrainOptions, no_run
+from jetfire.gpt2.training.options import RunRequest, no_run
 from jetfire.gpt2.training.parallel import Group
 from jetfire.gpt2.training.prelude import Stop, prepared_data
 from jetfire.gpt2.training.runs import TOKENIZER, Run, opened
@@ -46,7 +46,7 @@ def _tokens(settings: Settings, folder: Path, group: Group) -> data.Tokens:
     return tokens
 
 
-def _load(training: Training, run: Run, init: Path | None) -> None:
+def _load(training: Training, run: Run) -> None:
     """Parameters, and all else where the run goes on."""
     if run.saved is not None:
         kept = run.saved.state.get("tokens")
@@ -56,14 +56,14 @@ def _load(training: Training, run: Run, init: Path | None) -> None:
                 f"{kept}; --resume needs the same tokens"
             )
         training.restore(run.saved)
-    elif init is not None:
-        saved = checkpoint.find(init, (MODEL,))
+    elif run.init is not None:
+        saved = checkpoint.find(run.init, (MODEL,))
         if saved is not None:
             load_model(training.model, saved.model(), saved.path)
         else:
-            weights.load(training.model, init)
+            weights.load(training.model, run.init)
         if training.group.leads:
-            note(f"initialised from {init if saved is None else saved.path}")
+            note(f"initialised from {run.init if saved is None else saved.path}")
 
 
 def _announce(training: Training, run: Run, device: Device) -> None:
@@ -100,7 +100,7 @@ def _enough_memory() -> Iterator[None]:
 
 
 @_enough_memory()
-def train(asked: TrainOptions) -> Path:
+def train(asked: RunRequest) -> Path:
     """Train, print what the run came to, return its folder. With torchrun, in each process.
 
     Raises:
@@ -111,7 +111,7 @@ def train(asked: TrainOptions) -> Path:
         with group.alike():
             graph.used(run.settings, device.torch_device)  # or says now why it cannot be
             check_fits(run.settings.shape(1), device)
-        _train(asked, run, device, group)
+        _train(run, device, group)
     return run.folder
 
 
@@ -145,7 +145,7 @@ def _planned(settings: Settings, vocabulary: int, device: Device) -> Iterator[No
         raise
 
 
-def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
+def _train(run: Run, device: Device, group: Group) -> None:
     begin = time.monotonic()
     folder = group.once(lambda: prepared_data(run.settings))
     tokens = group.each(lambda: _tokens(run.settings, folder, group))
@@ -155,11 +155,11 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
 
         def made() -> Training:
             training = Training(run.settings, tokens, device, run.folder, outcome, group)
-            _load(training, run, asked.init)
+            _load(training, run)
             return training
 
         training = group.each(made)
-        group.once(lambda: _begin(asked, training, run, device, outcome, stack))
+        group.once(lambda: _begin(training, run, device, outcome, stack))
         stop = Stop(silent=not group.leads)
         with stop.listening(), group.alike():
             training.run(stop)
@@ -176,16 +176,11 @@ def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
 
 
 def _begin(
-    asked: TrainOptions,
-    training: Training,
-    run: Run,
-    device: Device,
-    outcome: RunSummary,
-    stack: ExitStack,
+    training: Training, run: Run, device: Device, outcome: RunSummary, stack: ExitStack
 ) -> None:
     """Say what is trained, and have the outcome's records logged and shown."""
     done = run.saved.step if run.saved else 0
-    loggers = [stack.enter_context(Logger(name, run)) for name in asked.loggers]
+    loggers = [stack.enter_context(Logger(name, run)) for name in run.loggers]
     run.begin(training.tokens, training.group.world)
     _announce(training, run, device)
     journal = stack.enter_context(closing(log.Log(run.folder)))

@@ -125,7 +125,7 @@ def check(asked: StudyOptions) -> None:
     if (asked.output / SETTINGS).exists():
         raise UsageError(f"-o {asked.output}: holds a run: name another folder")
     for arm in dict.fromkeys(arm for arm, _ in asked.pairs):
-        options.check(asked.run(arm, asked.seeds[0]))
+        options.request_of(asked.run(arm, asked.seeds[0]))
     settings = asked.run(*first).begun()
     window = asked.bounds(settings.steps)
     files.check_output("--record", asked.record, ".json")
