@@ -458,15 +458,15 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
         "-o",
         str(run),
     ]
-    real, codes = command.prepared_data, []
+    real, codes = prepare.folder_of, []
 
-    def meanwhile(settings):
-        monkeypatch.setattr(command, "prepared_data", real)
+    def meanwhile(*given):
+        monkeypatch.setattr(prepare, "folder_of", real)
         codes.append(execute("train", words))
         codes.append(execute("train", ["--resume", "-o", str(run)]))
-        return real(settings)
+        return real(*given)
 
-    monkeypatch.setattr(command, "prepared_data", meanwhile)
+    monkeypatch.setattr(prepare, "folder_of", meanwhile)
     assert execute("train", words) == 0
     assert codes == [2, 2]
     said = capsys.readouterr().err.splitlines()
