@@ -177,7 +177,7 @@ def made(monkeypatch, settings, vocabulary):
 
 def counted(settings, vocabulary):
     """What the model and a micro-batch hold."""
-    return memory.held_by(settings, vocabulary)
+    return memory.held_by(settings, settings.shape(vocabulary))
 
 
 @pytest.mark.parametrize("optimizer", MOMENT_BITS)

@@ -109,8 +109,11 @@ class Checkpoint:
     def model(self) -> dict[str, torch.Tensor]:
         return tensors.load(self.path / MODEL)
 
-    def optimizer(self) -> dict[str, torch.Tensor]:
-        return tensors.load(self.path / OPTIMIZER)
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Put its parameters into a model, and what AdamW keeps of them into its optimizer."""
+        tensors.load_model(model, self.model(), self.path)
+        if optimizer is not None:
+            load_optimizer(model, optimizer, tensors.load(self.path / OPTIMIZER))
 
 
 def open_checkpoint(

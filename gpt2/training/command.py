@@ -21,7 +21,6 @@ from jetfire.gpt2.model import weights
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.model.language_model import check_fits
 from jetfire.gpt2.model.sample import Sampling
-from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, log, parallel, plan
 from jetfire.gpt2.training.checkpoint import MODEL, Checkpoint
 from jetfire.gpt2.training.display import RunSummary, TrainingDisplay, announce
@@ -169,7 +168,7 @@ def sample(
     check_fits(saved.shape, where)
     with where.torch_device:
         model = model_of(saved.shape, "bf16")
-    load_model(model, saved.model(), saved.path)
+    saved.load(model)
     with autocast(where.torch_device):
         text = sampling.text(model, tokenizer, prompt, count, **how)
     terminal.result({"text": text}, lambda: terminal.show(text))

@@ -99,7 +99,7 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     """
     check_counted(settings)
     shape, graphed = settings.shape(vocabulary), settings.graph != "false"
-    held, again = held_by(settings, vocabulary), settings.accumulate > 1
+    held, again = held_by(settings, shape), settings.accumulate > 1
     whole = _weight_bytes(settings, shape)
     ids = 16.0 * settings.batch * settings.context * settings.accumulate * (1 + graphed)
     standing = {
@@ -119,9 +119,9 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     )
 
 
-def held_by(settings: Settings, vocabulary: int) -> Held:
+def held_by(settings: Settings, shape: Shape) -> Held:
     """Return what a run's model and one micro-batch hold."""
-    shape, recipe = settings.shape(vocabulary), settings.precision()
+    recipe = settings.precision()
     held = FAMILIES[shape.family](shape, recipe, settings.batch)
     if settings.weights == "fp32":
         return held

@@ -14,7 +14,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing
 from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.prepared import META, read_meta
-from jetfire.gpt2.model.layouts import layout_of
+from jetfire.gpt2.model.layouts import shape_of
 from jetfire.gpt2.training.memory import Needs, check_counted, needs
 from jetfire.gpt2.training.options import TrainOptions, check_data
 from jetfire.gpt2.training.settings import Settings, make
@@ -54,7 +54,7 @@ class PlanOptions(TrainOptions):
             return settings, _vocabulary(settings)
         file = Path(self.preset)
         try:
-            shape = layout_of(file).read(file)
+            shape = shape_of(file)
         except Missing as error:
             raise UsageError(
                 f"{error}: expected a preset, or GPT-2's or Llama's config.json"

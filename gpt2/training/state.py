@@ -18,7 +18,6 @@ from jetfire.gpt2.model import weights
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.model.language_model import LanguageModel, check_fits
 from jetfire.gpt2.model.outliers import plant
-from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, parallel, utilisation
 from jetfire.gpt2.training.checkpoint import MODEL, Best, Checkpoint, State
 from jetfire.gpt2.training.parallel import ALONE, Group
@@ -127,7 +126,7 @@ class Trained:
         elif run.init is not None:
             saved = checkpoint.find(run.init, (MODEL,))
             if saved is not None:
-                load_model(self.model, saved.model(), saved.path)
+                saved.load(self.model)
             else:
                 weights.load(self.model, run.init)
             if self.group.leads:
@@ -135,8 +134,7 @@ class Trained:
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint."""
-        load_model(self.model, saved.model(), saved.path)
-        checkpoint.load_optimizer(self.model, self.step.optimizer, saved.optimizer())
+        saved.load(self.model, self.step.optimizer)
         self.done, self.best = saved.step, saved.state.get("best")
 
     def save(self) -> None:
