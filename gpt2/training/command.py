@@ -68,7 +68,7 @@ def train(asked: RunRequest) -> Path:
         run, folder = group.once(lambda: _opened(asked, device, group, stack))
         _train(run, folder, device, group, outcome)
         if group.leads:
-            terminal.result(outcome.as_dict(run), lambda: print(outcome.summary(run)))
+            outcome.show(run)
     return run.folder
 
 
@@ -83,8 +83,11 @@ def _opened(asked: RunRequest, device: Device, group: Group, stack: ExitStack) -
 def _train(run: Run, folder: Path, device: Device, group: Group, outcome: RunSummary) -> None:
     """Train a run on the tokens in a folder."""
     tokens = group.each(lambda: _tokens(run.settings, folder, group))
-    planned = _planned(run.settings, tokens.vocabulary, device)
-    with algorithms(run.settings), planned, ExitStack() as stack:
+    with (
+        algorithms(run.settings),
+        _planned(run.settings, tokens.vocabulary, device),
+        ExitStack() as stack,
+    ):
         given = run.settings, tokens, device, run.folder, outcome, group
         training = group.each(lambda: Training(*given))
         group.each(lambda: training.load(run))

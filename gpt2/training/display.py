@@ -134,12 +134,8 @@ class RunSummary:
         seconds = round(time.monotonic() - self.begin, 1)
         self({"kind": "end", "step": training.done, "best": training.best, "seconds": seconds})
 
-    def as_dict(self, run: Run) -> dict[str, Any]:
-        """Return the run's folder and settings, and the last record of each kind but `watch`."""
-        last = {kind: record for kind, record in self.records.items() if kind != "watch"}
-        return {"run": run.folder, "settings": run.settings.as_dict(), "last": last}
-
-    def summary(self, run: Run) -> str:
+    def show(self, run: Run) -> None:
+        """Print the run's folder and settings, and the last record of each kind but `watch`."""
         one, end = run.settings, self.records["end"]
         moved = ""
         if "step" in self.records:
@@ -148,4 +144,7 @@ class RunSummary:
             best = end["best"]
             moved += f"best validation loss {best['loss']:.4f} at step {best['step']}, "
         took = f"{plural(end['step'], 'step')}, {end['seconds']:.1f} s"
-        return f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
+        text = f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
+        last = {kind: record for kind, record in self.records.items() if kind != "watch"}
+        whole = {"run": run.folder, "settings": one.as_dict(), "last": last}
+        terminal.result(whole, lambda: print(text))

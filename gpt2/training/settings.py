@@ -267,8 +267,12 @@ _TRUTHS = {
 }
 
 
-def _value(name: str, annotation: Any, given: Any) -> Any:
+def _value(name: str, given: Any) -> Any:
     """One setting from text, or from itself as JSON has it."""
+    types = _types()
+    if name not in types:
+        raise unknown(f"no setting {name!r}", name, types)
+    annotation, _ = types[name]
     # A word may be yes or no in JSON, as checkpoints had it once.
     text = _text(given)
     if get_origin(annotation) is Literal:
@@ -318,11 +322,7 @@ def split(texts: Iterable[str]) -> dict[str, str]:
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of their right types, by name; unknown names are usage errors."""
-    types = _types()
-    for name in values:
-        if name not in types:
-            raise unknown(f"no setting {name!r}", name, types)
-    return {name: _value(name, types[name][0], value) for name, value in values.items()}
+    return {name: _value(name, value) for name, value in values.items()}
 
 
 PRESETS = {name: checked(split([text])) for name, text in _PRESETS.items()}
