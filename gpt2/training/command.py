@@ -35,13 +35,6 @@ from jetfire.gpt2.training.step import autocast
 from jetfire.gpt2.training.stop import Stop
 
 
-def _tokens(settings: Settings, folder: Path, group: Group) -> data.Tokens:
-    """Map the tokens in every process; the first alone reads them all, to see if they are whole."""
-    tokens = data.open_tokens(folder, note, check=group.leads)
-    tokens.require(settings.context)
-    return tokens
-
-
 @contextmanager
 def _enough_memory() -> Iterator[None]:
     """Raise a UsageError in place of what torch and NumPy raise where there is not."""
@@ -82,7 +75,10 @@ def _opened(asked: RunRequest, device: Device, group: Group, stack: ExitStack) -
 
 def _train(run: Run, folder: Path, device: Device, group: Group, outcome: RunSummary) -> None:
     """Train a run on the tokens in a folder."""
-    tokens = group.each(lambda: _tokens(run.settings, folder, group))
+    # The first process alone reads them all, to see if they are whole.
+    tokens = group.each(lambda: data.open_tokens(folder, note, check=group.leads))
+    with group.alike():
+        tokens.require(run.settings.context)
     with (
         algorithms(run.settings),
         _planned(run.settings, tokens.vocabulary, device),
