@@ -71,12 +71,8 @@ class Needs:
         return self.peak + self.beside
 
 
-def check_counted(settings: Settings) -> None:
-    """Refuse settings of which it is not known what they hold.
-
-    Raises:
-        UsageError: torch.compile decides what is kept, processes share it, or it is not counted.
-    """
+def _check_counted(settings: Settings, recipe: Recipe) -> None:
+    """Refuse settings of which it is not known what they hold."""
     if settings.compile:
         why = "what torch.compile keeps is known once it has compiled"
         raise UsageError(f"compile=true: {why}: expected compile=false")
@@ -86,7 +82,7 @@ def check_counted(settings: Settings) -> None:
     if settings.weights == "bf16" and settings.family != "gpt2":
         why = f"what its gradients hold is not counted of {settings.family} yet"
         raise UsageError(f"weights=bf16: {why}: expected weights=fp32")
-    if settings.precision().fallback is not None:
+    if recipe.fallback is not None:
         why = "what its layers hold is not counted yet"
         raise UsageError(f"recipe={settings.recipe}: {why}: expected a recipe without fallback")
 
@@ -95,10 +91,10 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     """Return what a run of one process on a GPU needs.
 
     Raises:
-        UsageError: as `check_counted`.
+        UsageError: torch.compile decides what is kept, processes share it, or it is not counted.
     """
-    check_counted(settings)
     shape, recipe = settings.shape(vocabulary), settings.precision()
+    _check_counted(settings, recipe)
     sizes, graphed = shape.parameters().values(), settings.graph != "false"
     held, again = held_by(settings, shape, recipe), settings.accumulate > 1
     whole = _weight_bytes(settings, sizes)
