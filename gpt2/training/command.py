@@ -84,8 +84,9 @@ def _train(run: Run, folder: Path, device: Device, group: Group, outcome: RunSum
         _planned(run.settings, tokens.vocabulary, device),
         ExitStack() as stack,
     ):
-        given = run.settings, tokens, device, run.folder, outcome, group
-        training = group.each(lambda: Training(*given))
+        training = group.each(
+            lambda: Training(run.settings, tokens, device, run.folder, outcome, group)
+        )
         group.each(lambda: training.load(run))
         group.once(lambda: _begin(training, run, device, outcome, stack))
         stop = Stop(silent=not group.leads)

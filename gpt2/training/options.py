@@ -49,7 +49,7 @@ class TrainOptions:
         """Return the settings of a run that begins."""
         if self.preset is None:
             raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
-        return make(self.preset, {k: v for k, v in self.given().items() if k != "preset"})
+        return make(self.preset, self.given())
 
 
 @dataclass(frozen=True)

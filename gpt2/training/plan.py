@@ -61,8 +61,8 @@ class PlanOptions(TrainOptions):
             ) from None
         sizes = {**dataclasses.asdict(shape), "family": shape.family}
         vocabulary = sizes.pop("vocabulary")
-        given = {name: value for name, value in self.given().items() if name != "preset"}
-        return make("gpt2-124m", sizes | given), vocabulary
+        base = "gpt2-124m"
+        return make(base, {**sizes, **self.given(), "preset": base}), vocabulary
 
 
 def _vocabulary(settings: Settings) -> int:
