@@ -214,7 +214,7 @@ FILLED = {
     "fuzz": (["fuzz.command.FuzzOptions"], "budget reproduce load interpreter debug version"),
     "export": ([BENCH, "export.options.ExportOptions"], "arch load version"),
     "advise": (["models.options.AdviseOptions"], ""),
-    "train.run": (["gpt2.training.options.TrainOptions"], "strict_profile debug version"),
+    "train.run": (["gpt2.training.options.TrainOptions"], "sample strict_profile debug version"),
     "train.plan": (["gpt2.training.plan.PlanOptions"], "debug"),
     "train.study": (["gpt2.training.study.StudyOptions"], "debug"),
     "train.bench": ([BENCH], "case recipes strict_profile"),

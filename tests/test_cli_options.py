@@ -129,7 +129,7 @@ def settings(tmp_path):
 def begun(monkeypatch, *words):
     """The settings that `jetfire train` would begin with."""
     found = []
-    monkeypatch.setattr(training, "check", lambda asked: found.append(asked.begun()))
+    monkeypatch.setattr(training, "request_of", lambda asked: found.append(asked.begun()))
     monkeypatch.setattr("jetfire.gpt2.training.command.train", lambda asked: None)
     assert execute("train", list(words)) == 0
     return found[0]

@@ -16,13 +16,15 @@ from jetfire.cli import execute
 from jetfire.core import files
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
+from jetfire.core.terminal import note
 from jetfire.gpt2.data import prepare as preparation
 from jetfire.gpt2.data import prepared
 from jetfire.gpt2.data import tokens as data
-from jetfire.gpt2.training import command, log, parallel
+from jetfire.gpt2.training import log, parallel
 from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.options import RunRequest
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.runs import TrainOptions, opened
+from jetfire.gpt2.training.runs import opened
 from jetfire.gpt2.training.settings import make
 from jetfire.tests import forked
 
@@ -131,12 +133,11 @@ def test_any_number_of_processes_sees_the_same_sequences(order, tmp_path, monkey
     assert seen(1) == seen(2) == seen(4)
 
 
-def test_the_first_process_alone_reads_all_tokens_through(tmp_path, monkeypatch, capsys):
+def test_tokens_are_read_through_only_where_that_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
     folder = preparation.prepare(tmp_path / "text.txt", "byte", tmp_path / "tokens")
     monkeypatch.setattr(prepared, "REMEMBERED", 0)  # so that it speaks of any file
-    settings = make("tiny", {"recipe": "bf16"})
     digest, read = files.digest, []
 
     def spy(path, see):
@@ -144,10 +145,10 @@ def test_the_first_process_alone_reads_all_tokens_through(tmp_path, monkeypatch,
         return digest(path, see)
 
     monkeypatch.setattr(files, "digest", spy)
-    for rank in (1, 0):
-        assert len(command._tokens(settings, folder, Group(rank, 2)).train)
+    for check in (False, True):
+        assert len(data.open_tokens(folder, note, check=check).train)
         said = capsys.readouterr().err.count("checking ")
-        assert (len(read), said) == ((0, 0) if rank else (2, 2))
+        assert (len(read), said) == ((2, 2) if check else (0, 0))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -333,7 +334,7 @@ def test_a_run_goes_on_in_another_way(runs, monkeypatch):
     assert execute("train", words) == 0
     assert losses(alone) == pytest.approx(losses(runs / "ddp")[4:], rel=near)
     assert log.read(alone)[0]["settings"]["accumulate"] == 4
-    three = TrainOptions(resume=True, output=runs / "one")
+    three = RunRequest(runs / "one")
     with (
         pytest.raises(UsageError, match=r"with 3 processes: .* has 4 micro-batches per step"),
         opened(three, Group(0, 3)),

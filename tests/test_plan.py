@@ -175,9 +175,13 @@ def made(monkeypatch, settings, vocabulary):
     return model, step, micros
 
 
+def sizes_of(settings, vocabulary):
+    return settings.shape(vocabulary).parameters().values()
+
+
 def counted(settings, vocabulary):
     """What the model and a micro-batch hold."""
-    return memory.held_by(settings, vocabulary)
+    return memory.held_by(settings, settings.shape(vocabulary), settings.precision())
 
 
 @pytest.mark.parametrize("optimizer", MOMENT_BITS)
@@ -216,7 +220,7 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     with Sized() as held:
         step(micros)
     expected = counted(settings, vocabulary)
-    whole = memory._weight_bytes(settings, settings.shape(vocabulary))
+    whole = memory._weight_bytes(settings, sizes_of(settings, vocabulary))
     moments = memory._moments(expected, whole, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments)
     found += expected.remade  # and not seen as they stood
@@ -253,7 +257,7 @@ def test_logits_in_parts_hold_what_is_counted(shape, monkeypatch):
     with Sized() as held:
         step(micros)
     expected = counted(settings, vocabulary)
-    whole = memory._weight_bytes(settings, settings.shape(vocabulary))
+    whole = memory._weight_bytes(settings, sizes_of(settings, vocabulary))
     moments = memory._moments(expected, whole, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments) + expected.remade
     assert found == pytest.approx(held.peak, rel=0.03)

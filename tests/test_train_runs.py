@@ -17,8 +17,10 @@ from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.model import tensors
 from jetfire.gpt2.training import checkpoint, command, log
 from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.options import RunRequest
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.runs import TrainOptions, opened
+from jetfire.gpt2.training.runs import opened
+from jetfire.gpt2.training.settings import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -456,15 +458,15 @@ def test_a_folder_is_held_before_it_is_looked_at(home, tmp_path, capsys, monkeyp
         "-o",
         str(run),
     ]
-    real, codes = command.prepared_data, []
+    real, codes = prepare.folder_of, []
 
-    def meanwhile(settings):
-        monkeypatch.setattr(command, "prepared_data", real)
+    def meanwhile(*given):
+        monkeypatch.setattr(prepare, "folder_of", real)
         codes.append(execute("train", words))
         codes.append(execute("train", ["--resume", "-o", str(run)]))
-        return real(settings)
+        return real(*given)
 
-    monkeypatch.setattr(command, "prepared_data", meanwhile)
+    monkeypatch.setattr(prepare, "folder_of", meanwhile)
     assert execute("train", words) == 0
     assert codes == [2, 2]
     said = capsys.readouterr().err.splitlines()
@@ -506,12 +508,12 @@ def test_options_are_the_run_s_settings(tmp_path, monkeypatch):
 
 
 def test_a_folder_in_which_nothing_began_is_removed(tmp_path, capsys):
-    asked = TrainOptions(preset="tiny", output=tmp_path / "runs" / "a" / "b")
+    asked = RunRequest(tmp_path / "runs" / "a" / "b", make("tiny", {}))
     with opened(asked, Group()) as run:
         assert [p.name for p in run.folder.iterdir()] == [".lock"]
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
-    with opened(TrainOptions(preset="tiny", output=tmp_path / "mine"), Group()):
+    with opened(RunRequest(tmp_path / "mine", make("tiny", {})), Group()):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
@@ -541,7 +543,7 @@ def test_what_others_left_half_done_is_theirs(tmp_path):
     ]
     for path in theirs:
         path.write_text("mine")
-    with opened(TrainOptions(preset="tiny", output=tmp_path), Group()):
+    with opened(RunRequest(tmp_path, make("tiny", {})), Group()):
         pass
     assert all(path.read_text() == "mine" for path in theirs)
     assert {p for p in tmp_path.rglob("*") if p != steps} == {*theirs}
@@ -551,7 +553,7 @@ def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
     """As `jetfire-train tiny -o .` finds one beside a model of another program's."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "meta.json").write_text("{}")  # of a run killed as it began
-    asked = TrainOptions(preset="tiny", output=tmp_path)
+    asked = RunRequest(tmp_path, make("tiny", {}))
     with opened(asked, Group()):
         pass
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("mine")

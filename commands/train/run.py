@@ -107,13 +107,14 @@ def run(
     """Train GPT-2 or Llama. Ctrl-C writes a checkpoint; --resume goes on from it."""
     from jetfire.gpt2.training import options
 
-    asked = o.collect(options.TrainOptions, locals())
     try:
-        options.check(asked)
+        asked = options.request_of(o.collect(options.TrainOptions, locals()))
     except UsageError as error:
         if not environment.leads():  # of torchrun's processes the first one says it
             raise typer.Exit(error.exit_code) from None
         raise
     from jetfire.gpt2.training import command
 
-    command.train(asked)
+    folder = command.train(asked)
+    if sample and environment.leads():
+        command.sample(folder, "", sample, device=device)

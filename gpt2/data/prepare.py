@@ -104,6 +104,26 @@ def prepare(
     return folder
 
 
+def folder_of(name: str, tokenizer: str) -> Path:
+    """Return the folder of a run's tokens; text is prepared on first use, into the cache.
+
+    Args:
+        name: a corpus, a prepared folder, or a text to prepare.
+        tokenizer: as of `prepare`, or auto.
+
+    Raises:
+        UsageError: there is no such data.
+    """
+    folder = Path(name)
+    if (folder / META).exists():
+        return folder
+    output = None
+    if name not in corpora.NAMED:
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        output = cache() / f"{folder.stem[:100]}-{digest}-{tokenizer}"
+    return prepare(name, None if tokenizer == "auto" else tokenizer, output, show=True)
+
+
 @contextmanager
 def _turn(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Prepare a folder alone: whoever else would waits."""

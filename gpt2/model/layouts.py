@@ -75,27 +75,6 @@ class Layout:
             **dict.fromkeys(("bos_token_id", "eos_token_id"), end),
         }
 
-    def read(self, file: Path) -> Shape:
-        """Return the sizes that a config.json tells of.
-
-        Raises:
-            Missing, Unreadable: it is missing or damaged, or not of a model that ours can be.
-        """
-        config = schema.load(file, self.config)
-        for name, accepted in self.same.items():
-            _check(file, name, config.get(name, accepted[0]), accepted)
-        if (reason := self.why_not(config)) is not None:
-            raise Unreadable(file, f"has {reason}")
-        given = {ours: config.get(theirs) for theirs, ours in self.sizes.items()}
-        known = {ours: size for ours, size in given.items() if size is not None}
-        return self.shape(**{**self.usual, **known})
-
-
-def _check(file: Path, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
-    if value not in accepted:
-        wanted = " or ".join(map(repr, accepted))
-        raise Unreadable(file, f"has {name} {repr(value)[:50]}: expected {wanted}")
-
 
 class _GPT2Sizes(TypedDict):
     """What of GPT2Config says how large a model is."""
@@ -272,12 +251,26 @@ class _Typed(TypedDict, total=False):
     model_type: Scalar
 
 
-def layout_of(file: Path) -> Layout:
-    """Return the layout of the family that a config.json is of.
+def shape_of(file: Path) -> Shape:
+    """Return the sizes that a config.json tells of.
 
     Raises:
-        Missing, Unreadable: it is missing or damaged, or of another family.
+        Missing, Unreadable: it is missing or damaged, or not of a model that ours can be.
     """
     name = schema.load(file, _Typed).get("model_type", "gpt2")
     _check(file, "model_type", name, tuple(LAYOUTS))
-    return LAYOUTS[name]
+    layout = LAYOUTS[name]
+    config = schema.load(file, layout.config)
+    for name, accepted in layout.same.items():
+        _check(file, name, config.get(name, accepted[0]), accepted)
+    if (reason := layout.why_not(config)) is not None:
+        raise Unreadable(file, f"has {reason}")
+    given = {ours: config.get(theirs) for theirs, ours in layout.sizes.items()}
+    known = {ours: size for ours, size in given.items() if size is not None}
+    return layout.shape(**{**layout.usual, **known})
+
+
+def _check(file: Path, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    if value not in accepted:
+        wanted = " or ".join(map(repr, accepted))
+        raise Unreadable(file, f"has {name} {repr(value)[:50]}: expected {wanted}")

@@ -1,8 +1,9 @@
-"""Tensors in files, whose headers are read first, and tensors put into a model."""
+"""Tensors in files, of which all is checked before it is read, and tensors put into a model."""
 
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from jetfire.nn.products import is_dtensor
 # Bytes of a header: that of the largest preset's optimizer has 0.2 MB.
 HEADER = 16 * MIB
 THRESHOLD = ".fallback.threshold"
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,200}")
 
 
@@ -32,6 +34,16 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {'×'.join(map(str, self.shape)) or 'scalar'}"
+
+
+def kind_of(value: torch.Tensor) -> Kind:
+    """Return a tensor's kind as a safetensors file has it.
+
+    What such a file could not hold has a dtype that none has.
+    """
+    plain = value.layout is torch.strided and value.device.type == "cpu"
+    dtype = _DTYPES.get(value.dtype, str(value.dtype)) if plain else f"{value.layout}"
+    return Kind(dtype, tuple(value.shape))
 
 
 def header(file: Path) -> dict[str, Kind]:
@@ -70,6 +82,41 @@ def load(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (OSError, SafetensorError, ValueError) as error:
         raise Unreadable(file, f"no whole safetensors file: {_line(error)}") from None
+
+
+def load_pickled(file: Path) -> dict[str, torch.Tensor]:
+    """A state dict that torch saved; nothing in it is run.
+
+    Raises:
+        Missing: there is no such file.
+        Unreadable: it is no state dict, or its tensors are packed and may be of any size.
+    """
+    with files.opened(file) as opened:
+        if zipfile.is_zipfile(opened):
+            _check_unpacked(opened, file)
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damage makes the unpickler raise
+        reason = _line(error) or type(error).__name__
+        raise Unreadable(file, f"cannot read the weights: {reason}") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    ):
+        raise Unreadable(file, "cannot read the weights: expected names and tensors")
+    return found
+
+
+def _check_unpacked(opened: Any, file: Path) -> None:
+    """Refuse an archive that is damaged, or would be larger unpacked."""
+    try:
+        with zipfile.ZipFile(opened) as archive:
+            packed = any(part.file_size != part.compress_size for part in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise Unreadable(file, f"cannot read the weights: {error}") from None
+    if packed:
+        raise Unreadable(
+            file, "cannot read the weights: expected them as torch saves them, unpacked"
+        )
 
 
 def save(

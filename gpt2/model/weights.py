@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ from jetfire.core.files import Missing, Unreadable
 from jetfire.core.schema import Name
 from jetfire.gpt2.model import tensors
 from jetfire.gpt2.model.language_model import LanguageModel
-from jetfire.gpt2.model.layouts import LAYOUTS, Layout, layout_of
+from jetfire.gpt2.model.layouts import LAYOUTS, Layout, shape_of
 from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.model.tensors import Kind
 
@@ -49,8 +48,7 @@ class _Index(TypedDict):
 def read_transformers(folder: Path) -> tuple[Shape, State]:
     """The sizes, and parameters by our names, fp32 on the CPU."""
     try:
-        layout = layout_of(folder / CONFIG)
-        shape = layout.read(folder / CONFIG)
+        shape = shape_of(folder / CONFIG)
         theirs = _weights(folder, shape)
     except Missing as error:
         families = " or ".join(layout.title for layout in LAYOUTS.values())
@@ -58,7 +56,7 @@ def read_transformers(folder: Path) -> tuple[Shape, State]:
             f"{error}: expected a folder of transformers' {families}, with {CONFIG} and {MODEL} or "
             f"{PICKLED}"
         ) from None
-    state: State = {}
+    layout, state = LAYOUTS[shape.family], State()
     for ours, (name, transposed) in layout.names(shape).items():
         value = theirs.pop(name).detach().to(torch.float32)
         state[ours] = value.T.contiguous() if transposed else value.contiguous()
@@ -78,15 +76,13 @@ def _weights(folder: Path, shape: Shape) -> State:
         Missing, Unreadable: a file is missing, damaged, or does not hold just those.
     """
     parts = list(_parts(folder))
-    if not parts:
-        found = _pickled(folder / PICKLED)
-        kinds = {name: _kind(value) for name, value in found.items()}
-        _check(kinds, shape, folder / PICKLED)
-    else:
-        headers = {part: tensors.header(part) for part in parts}
-        kinds = {name: kind for header in headers.values() for name, kind in header.items()}
-        _check(kinds, shape, parts[0])
-        found = {name: value for part in parts for name, value in tensors.load(part).items()}
+    found = {} if parts else tensors.load_pickled(folder / PICKLED)
+    kinds = {name: tensors.kind_of(value) for name, value in found.items()}
+    for part in parts:
+        kinds |= tensors.header(part)
+    _check(kinds, shape, parts[0] if parts else folder / PICKLED)
+    for part in parts:
+        found |= tensors.load(part)
     prefix = LAYOUTS[shape.family].prefix
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
@@ -166,52 +162,3 @@ def _parts(folder: Path) -> Iterator[Path]:
         yield from (folder / part for part in sorted(set(index["weight_map"].values())))
     elif (folder / MODEL).is_file():
         yield folder / MODEL
-
-
-def _pickled(file: Path) -> State:
-    """A state dict that torch saved; nothing in it is run.
-
-    Raises:
-        Missing: there is no such file.
-        Unreadable: it is no state dict, or its tensors are packed and may be of any size.
-    """
-    with files.opened(file) as opened:
-        if zipfile.is_zipfile(opened):
-            _check_zip(opened, file)
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever damage makes the unpickler raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        text = "".join(char if char.isprintable() else "?" for char in reason)[:200]
-        raise Unreadable(file, f"cannot read the weights: {text}") from None
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
-    ):
-        raise Unreadable(file, "cannot read the weights: expected names and tensors")
-    return found
-
-
-def _check_zip(opened: Any, file: Path) -> None:
-    """Refuse an archive that is damaged, or would be larger unpacked."""
-    try:
-        with zipfile.ZipFile(opened) as archive:
-            packed = any(part.file_size != part.compress_size for part in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise Unreadable(file, f"cannot read the weights: {error}") from None
-    if packed:
-        raise Unreadable(
-            file, "cannot read the weights: expected them as torch saves them, unpacked"
-        )
-
-
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def _kind(value: torch.Tensor) -> Kind:
-    """Return a tensor's kind as a safetensors file has it.
-
-    What such a file could not hold has a dtype that none has.
-    """
-    plain = value.layout is torch.strided and value.device.type == "cpu"
-    dtype = _NAMES.get(value.dtype, str(value.dtype)) if plain else f"{value.layout}"
-    return Kind(dtype, tuple(value.shape))

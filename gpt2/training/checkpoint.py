@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -31,7 +31,14 @@ from jetfire.gpt2.model import tensors
 from jetfire.gpt2.model.shape import LlamaShape, Shape
 from jetfire.gpt2.model.tensors import as_sharded, of_recipe, whole
 from jetfire.gpt2.training.parallel import ALONE, Group
-from jetfire.gpt2.training.settings import MOMENT_BITS, StepNumber
+from jetfire.gpt2.training.settings import (
+    CHANGEABLE,
+    MOMENT_BITS,
+    SETTINGS,
+    StepNumber,
+    checked,
+    of_all,
+)
 from jetfire.nn import RECIPES, moments
 from jetfire.nn.sizes import moment_scales
 
@@ -94,18 +101,31 @@ class Checkpoint:
     def shape(self) -> Shape:
         return self.state["shape"]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its run, as `of_all` has them."""
+        return of_all(checked(self.state["settings"]), self.state.get("processes", 1))
+
     def model(self) -> dict[str, torch.Tensor]:
         return tensors.load(self.path / MODEL)
 
-    def optimizer(self) -> dict[str, torch.Tensor]:
-        return tensors.load(self.path / OPTIMIZER)
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Put its parameters into a model, and what AdamW keeps of them into its optimizer."""
+        tensors.load_model(model, self.model(), self.path)
+        if optimizer is not None:
+            load_optimizer(model, optimizer, tensors.load(self.path / OPTIMIZER))
 
 
-def open_checkpoint(path: Path, parts: Sequence[str] = (MODEL, OPTIMIZER)) -> Checkpoint:
+def open_checkpoint(
+    path: Path,
+    parts: Sequence[str] = (MODEL, OPTIMIZER),
+    begun: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """The checkpoint in a folder of its own.
 
     Args:
         parts: the files of tensors that are wanted; others may be missing.
+        begun: settings of the run that it must be of, as far as they are known.
 
     Raises:
         Unreadable: there is none; it is not what was written, or not of one model.
@@ -113,6 +133,8 @@ def open_checkpoint(path: Path, parts: Sequence[str] = (MODEL, OPTIMIZER)) -> Ch
     saved = Checkpoint(path, schema.load(path / STATE, State))
     _check_sums(saved, (STATE, *parts))
     _check_state(saved)
+    if begun is not None:
+        _check_run(saved, begun)
     for part in parts:
         _check_tensors(saved, part)
     return saved
@@ -153,6 +175,22 @@ def _check_state(saved: Checkpoint) -> None:
         shape.check(RECIPES["bf16"])
     except UsageError as error:
         raise Unreadable(file, str(error)) from None
+
+
+def _check_run(saved: Checkpoint, begun: Mapping[str, Any]) -> None:
+    """See that the checkpoint is of the run that began with these settings."""
+    file = saved.path / STATE
+    try:
+        own = saved.settings
+    except UsageError as error:
+        raise Unreadable(file, str(error)) from None
+    for name in own.keys() & begun.keys() - CHANGEABLE:
+        mine, expected = own[name], begun[name]
+        if mine != expected:
+            reason = f"{name}={mine} is another run's: {SETTINGS} has {expected}"
+            if name == "accumulate":
+                reason = f"{mine} micro-batches a step are another run's: expected {expected}"
+            raise Unreadable(file, reason)
 
 
 def _described(shape: Shape) -> dict[str, Any]:
@@ -211,12 +249,12 @@ def tidy(run: Path) -> None:
 def newest(
     run: Path,
     parts: Sequence[str] = (MODEL, OPTIMIZER),
-    check: Callable[[Checkpoint], None] = lambda saved: None,
+    begun: Mapping[str, Any] | None = None,
 ) -> tuple[Checkpoint | None, list[Path]]:
     """The newest checkpoint of a run that can be used, and the newer ones, each told in a warning.
 
     Args:
-        check: raises Unreadable for one that is not wanted.
+        parts, begun: as of `open_checkpoint`.
 
     Returns:
         None, and no newer ones, for a run without a checkpoint.
@@ -225,8 +263,7 @@ def newest(
     paths = listed(run)
     for path in reversed(paths):
         try:
-            saved = open_checkpoint(path, parts)
-            check(saved)
+            saved = open_checkpoint(path, parts, begun)
         except Unreadable as error:
             errors.append(error)
             continue

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import Unpack
@@ -16,90 +14,85 @@ from jetfire.core import terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.terminal import note
-from jetfire.gpt2.data import tokenizers
+from jetfire.gpt2.data import prepare, tokenizers
 from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.model import sample as sampling
 from jetfire.gpt2.model import weights
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.model.language_model import check_fits
 from jetfire.gpt2.model.sample import Sampling
-from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, log, parallel, plan
 from jetfire.gpt2.training.checkpoint import MODEL, Checkpoint
-from jetfire.gpt2.training.display import TrainingDisplay
+from jetfire.gpt2.training.display import RunSummary, TrainingDisplay, announce
 from jetfire.gpt2.training.header import header
 from jetfire.gpt2.training.loggers import Logger
 from jetfire.gpt2.training.loop import Training
-from jetfire.gpt2.training.options import TrainOptions, no_run
+from jetfire.gpt2.training.options import RunRequest, no_run
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.prelude import Stop, prepared_data
 from jetfire.gpt2.training.runs import TOKENIZER, Run, opened
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import autocast
-from jetfire.report.text import plural
+from jetfire.gpt2.training.stop import Stop
 
 
-def _tokens(settings: Settings, folder: Path, group: Group) -> data.Tokens:
-    """Map the tokens in every process; the first alone reads them all, to see if they are whole."""
-    tokens = data.open_tokens(folder, note, check=group.leads)
-    tokens.require(settings.context)
-    return tokens
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Raise a UsageError in place of what torch and NumPy raise where there is not."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not lacking and "DefaultCPUAllocator" not in str(error):
+            raise
+        said = " ".join(str(error).split())[:150]
+        wanted = getattr(error, "__notes__", ["expected a smaller batch, context or model"])
+        raise UsageError(f"out of memory ({said}): {wanted[0]}") from None
 
 
-def _load(training: Training, run: Run, init: Path | None) -> None:
-    """Parameters, and all else where the run goes on."""
-    if run.saved is not None:
-        kept = run.saved.state.get("tokens")
-        if kept != training.tokens_seen:
-            raise UsageError(
-                f"data {run.settings.data}: {training.tokens_seen}: {run.folder} was begun with "
-                f"{kept}; --resume needs the same tokens"
-            )
-        training.restore(run.saved)
-    elif init is not None:
-        saved = checkpoint.find(init, (MODEL,))
-        if saved is not None:
-            load_model(training.model, saved.model(), saved.path)
-        else:
-            weights.load(training.model, init)
-        if training.group.leads:
-            note(f"initialised from {init if saved is None else saved.path}")
-
-
-def _announce(training: Training, run: Run, device: Device) -> None:
-    one = run.settings
-    million = sum(p.numel() for p in training.model.parameters()) / 1e6
-    going = f"from step {training.done} " if training.done else ""
-    where, how = device.label, list[str]()
-    if one.parallel != "none":
-        where, how = f"{training.group.world} × {where}", [one.parallel]
-    if device.kind == "cuda":
-        how.append("CUDA graph" if training.graphed else "no CUDA graph")
-    if how:
-        where += f" ({', '.join(how)})"
-    note(
-        f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {where}; "
-        f"{training.tokens_per_step} tokens per step, {going}to step {one.steps}; in {run.folder}"
-    )
-    if training.peak is not None:
-        note(f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})")
-
-
-def train(asked: TrainOptions) -> None:
-    """Train, and print what the run came to. With torchrun, in each of its processes.
+@_enough_memory()
+def train(asked: RunRequest) -> Path:
+    """Train, print what the run came to, return its folder. With torchrun, in each process.
 
     Raises:
         JetfireError: with the exit code of what went wrong; the last checkpoint stands.
     """
-    with _enough_memory(), parallel.joined(asked.device) as (device, group):
-        with ExitStack() as stack:
-            run = group.once(lambda: stack.enter_context(opened(asked, group)))
-            with group.alike():
-                graph.used(run.settings, device.torch_device)  # or says now why it cannot be
-                check_fits(run.settings.shape(1), device)
-            _train(asked, run, device, group)
-        if asked.sample and group.leads:
-            sample(run.folder, "", asked.sample, device=asked.device)
+    outcome = RunSummary()
+    with parallel.joined(asked.device) as (device, group), ExitStack() as stack:
+        run, folder = group.once(lambda: _opened(asked, device, group, stack))
+        _train(run, folder, device, group, outcome)
+        if group.leads:
+            outcome.show(run)
+    return run.folder
+
+
+def _opened(asked: RunRequest, device: Device, group: Group, stack: ExitStack) -> tuple[Run, Path]:
+    """Open the run until the stack ends, and return it and the folder of its tokens."""
+    run = stack.enter_context(opened(asked, group))
+    graph.used(run.settings, device.torch_device)  # or says now why it cannot be
+    check_fits(run.settings.shape(1), device)
+    return run, prepare.folder_of(run.settings.data, run.settings.tokenizer)
+
+
+def _train(run: Run, folder: Path, device: Device, group: Group, outcome: RunSummary) -> None:
+    """Train a run on the tokens in a folder."""
+    # The first process alone reads them all, to see if they are whole.
+    tokens = group.each(lambda: data.open_tokens(folder, note, check=group.leads))
+    with group.alike():
+        tokens.require(run.settings.context)
+    with (
+        algorithms(run.settings),
+        _planned(run.settings, tokens.vocabulary, device),
+        ExitStack() as stack,
+    ):
+        training = group.each(
+            lambda: Training(run.settings, tokens, device, run.folder, outcome, group)
+        )
+        group.each(lambda: training.load(run))
+        group.once(lambda: _begin(training, run, device, outcome, stack))
+        stop = Stop(silent=not group.leads)
+        with stop.listening(), group.alike():
+            training.run(stop)
+        outcome.end(training)
 
 
 @contextmanager
@@ -120,20 +113,6 @@ def algorithms(settings: Settings) -> Iterator[None]:
 
 
 @contextmanager
-def _enough_memory() -> Iterator[None]:
-    """Raise a UsageError in place of what torch and NumPy raise where there is not."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not lacking and "DefaultCPUAllocator" not in str(error):
-            raise
-        said = " ".join(str(error).split())[:150]
-        wanted = getattr(error, "__notes__", ["expected a smaller batch, context or model"])
-        raise UsageError(f"out of memory ({said}): {wanted[0]}") from None
-
-
-@contextmanager
 def _planned(settings: Settings, vocabulary: int, device: Device) -> Iterator[None]:
     """Note on the error of a GPU that is full what the run needs by its sizes, and what less."""
     try:
@@ -146,86 +125,19 @@ def _planned(settings: Settings, vocabulary: int, device: Device) -> Iterator[No
         raise
 
 
-def _train(asked: TrainOptions, run: Run, device: Device, group: Group) -> None:
-    begin = time.monotonic()
-    folder = group.once(lambda: prepared_data(run.settings))
-    tokens = group.each(lambda: _tokens(run.settings, folder, group))
-    with _planned(run.settings, tokens.vocabulary, device), ExitStack() as stack:
-        stack.enter_context(algorithms(run.settings))
-        outcome = RunSummary()
-
-        def made() -> Training:
-            training = Training(run.settings, tokens, device, run.folder, outcome, group)
-            _load(training, run, asked.init)
-            return training
-
-        training = group.each(made)
-        group.once(lambda: _begin(asked, training, run, device, outcome, stack))
-        stop = Stop(silent=not group.leads)
-        with stop.listening(), group.alike():
-            training.run(stop)
-        outcome(
-            {
-                "kind": "end",
-                "step": training.done,
-                "best": training.best,
-                "seconds": round(time.monotonic() - begin, 1),
-            }
-        )
-    if group.leads:
-        terminal.result(outcome.as_dict(run), lambda: print(outcome.summary(run)))
-
-
 def _begin(
-    asked: TrainOptions,
-    training: Training,
-    run: Run,
-    device: Device,
-    outcome: RunSummary,
-    stack: ExitStack,
+    training: Training, run: Run, device: Device, outcome: RunSummary, stack: ExitStack
 ) -> None:
     """Say what is trained, and have the outcome's records logged and shown."""
     done = run.saved.step if run.saved else 0
-    loggers = [stack.enter_context(Logger(name, run)) for name in asked.loggers]
+    loggers = [stack.enter_context(Logger(name, run)) for name in run.loggers]
     run.begin(training.tokens, training.group.world)
-    _announce(training, run, device)
+    announce(training, run, device)
     journal = stack.enter_context(closing(log.Log(run.folder)))
     head = header("run" if journal.empty else "resume", training, device)
     journal.write({**head, "cut": True} if journal.cut else head)
     display = stack.enter_context(TrainingDisplay(done, run.settings.steps))
     outcome.readers += [journal.write, display.show, *loggers]
-
-
-class RunSummary:
-    """Passes a run's records on, and keeps what the summary needs of them."""
-
-    def __init__(self) -> None:
-        self.readers: list[Callable[[dict[str, Any]], None]] = []
-        self.first: float | None = None
-        self.records: dict[str, dict[str, Any]] = {}
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "step" and self.first is None:
-            self.first = record["loss"]
-        self.records[record["kind"]] = record
-        for read in self.readers:
-            read(record)
-
-    def as_dict(self, run: Run) -> dict[str, Any]:
-        """Return the run's folder and settings, and the last record of each kind but `watch`."""
-        last = {kind: record for kind, record in self.records.items() if kind != "watch"}
-        return {"run": run.folder, "settings": run.settings.as_dict(), "last": last}
-
-    def summary(self, run: Run) -> str:
-        one, end = run.settings, self.records["end"]
-        moved = ""
-        if "step" in self.records:
-            moved = f"loss {self.first:.4f} → {self.records['step']['loss']:.4f}, "
-        if end["best"] is not None:
-            best = end["best"]
-            moved += f"best validation loss {best['loss']:.4f} at step {best['step']}, "
-        took = f"{plural(end['step'], 'step')}, {end['seconds']:.1f} s"
-        return f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
 
 
 def _trained(path: Path) -> Checkpoint:
@@ -236,6 +148,7 @@ def _trained(path: Path) -> Checkpoint:
     return saved
 
 
+@_enough_memory()
 def sample(
     path: Path,
     prompt: str,
@@ -255,7 +168,7 @@ def sample(
     check_fits(saved.shape, where)
     with where.torch_device:
         model = model_of(saved.shape, "bf16")
-    load_model(model, saved.model(), saved.path)
+    saved.load(model)
     with autocast(where.torch_device):
         text = sampling.text(model, tokenizer, prompt, count, **how)
     terminal.result({"text": text}, lambda: terminal.show(text))

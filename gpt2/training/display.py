@@ -1,15 +1,24 @@
-"""A run on stderr as it goes: one live line on a terminal, else a line now and then."""
+"""A run for people: what it is, its steps as they go, and what it came to.
+
+Steps are one live line on a terminal, else a line now and then.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jetfire.core import terminal
-from jetfire.report.text import scaled, time_text
+from jetfire.report.text import plural, scaled, time_text
+
+if TYPE_CHECKING:
+    from jetfire.core.device import Device
+    from jetfire.gpt2.training.runs import Run
+    from jetfire.gpt2.training.state import Trained
 
 Record = dict[str, Any]
 TOKENS = (("M tokens/s", 1e6), ("k tokens/s", 1e3), ("tokens/s", 1.0))
@@ -34,6 +43,28 @@ def worst_text(worst: Record) -> str:
     """Return ``lowest SQNR 21.3 dB: gradient of blocks.11.contract``."""
     sqnr = "not finite" if worst["sqnr"] is None else f"{worst['sqnr']:.1f} dB"
     return f"lowest SQNR {sqnr}: {worst['kind']} of {worst['layer']}"
+
+
+def announce(training: Trained, run: Run, device: Device) -> None:
+    """Say what is trained, where and how."""
+    one = run.settings
+    million = sum(p.numel() for p in training.model.parameters()) / 1e6
+    going = f"from step {training.done} " if training.done else ""
+    where, how = device.label, list[str]()
+    if one.parallel != "none":
+        where, how = f"{training.group.world} × {where}", [one.parallel]
+    if device.kind == "cuda":
+        how.append("CUDA graph" if training.graphed else "no CUDA graph")
+    if how:
+        where += f" ({', '.join(how)})"
+    terminal.note(
+        f"{one.preset} ({million:.1f} M parameters), {one.recipe}, on {where}; "
+        f"{training.tokens_per_step} tokens per step, {going}to step {one.steps}; in {run.folder}"
+    )
+    if training.peak is not None:
+        terminal.note(
+            f"MFU is of {training.peak.tflops:g} TFLOP/s in BF16 ({training.peak.source})"
+        )
 
 
 class TrainingDisplay(ExitStack):
@@ -80,3 +111,40 @@ class TrainingDisplay(ExitStack):
             self._progress.console.print(text)
         else:
             terminal.progress(text)
+
+
+class RunSummary:
+    """Passes a run's records on, and keeps what the summary needs of them."""
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic()
+        self.readers: list[Callable[[dict[str, Any]], None]] = []
+        self.first: float | None = None
+        self.records: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "step" and self.first is None:
+            self.first = record["loss"]
+        self.records[record["kind"]] = record
+        for read in self.readers:
+            read(record)
+
+    def end(self, training: Trained) -> None:
+        """Pass the last record on."""
+        seconds = round(time.monotonic() - self.begin, 1)
+        self({"kind": "end", "step": training.done, "best": training.best, "seconds": seconds})
+
+    def show(self, run: Run) -> None:
+        """Print the run's folder and settings, and the last record of each kind but `watch`."""
+        one, end = run.settings, self.records["end"]
+        moved = ""
+        if "step" in self.records:
+            moved = f"loss {self.first:.4f} → {self.records['step']['loss']:.4f}, "
+        if end["best"] is not None:
+            best = end["best"]
+            moved += f"best validation loss {best['loss']:.4f} at step {best['step']}, "
+        took = f"{plural(end['step'], 'step')}, {end['seconds']:.1f} s"
+        text = f"{one.preset} {one.recipe}: {moved}{took}; {run.folder}"
+        last = {kind: record for kind, record in self.records.items() if kind != "watch"}
+        whole = {"run": run.folder, "settings": one.as_dict(), "last": last}
+        terminal.result(whole, lambda: print(text))

@@ -11,7 +11,7 @@ Not counted: the CUDA context and kernels' code, and what the allocator cannot u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jetfire.core.errors import UsageError
@@ -71,12 +71,8 @@ class Needs:
         return self.peak + self.beside
 
 
-def check_counted(settings: Settings) -> None:
-    """Refuse settings of which it is not known what they hold.
-
-    Raises:
-        UsageError: torch.compile decides what is kept, processes share it, or it is not counted.
-    """
+def _check_counted(settings: Settings, recipe: Recipe) -> None:
+    """Refuse settings of which it is not known what they hold."""
     if settings.compile:
         why = "what torch.compile keeps is known once it has compiled"
         raise UsageError(f"compile=true: {why}: expected compile=false")
@@ -86,7 +82,7 @@ def check_counted(settings: Settings) -> None:
     if settings.weights == "bf16" and settings.family != "gpt2":
         why = f"what its gradients hold is not counted of {settings.family} yet"
         raise UsageError(f"weights=bf16: {why}: expected weights=fp32")
-    if settings.precision().fallback is not None:
+    if recipe.fallback is not None:
         why = "what its layers hold is not counted yet"
         raise UsageError(f"recipe={settings.recipe}: {why}: expected a recipe without fallback")
 
@@ -95,16 +91,17 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     """Return what a run of one process on a GPU needs.
 
     Raises:
-        UsageError: as `check_counted`.
+        UsageError: torch.compile decides what is kept, processes share it, or it is not counted.
     """
-    check_counted(settings)
-    shape, graphed = settings.shape(vocabulary), settings.graph != "false"
-    held, again = held_by(settings, vocabulary), settings.accumulate > 1
-    whole = _weight_bytes(settings, shape)
+    shape, recipe = settings.shape(vocabulary), settings.precision()
+    _check_counted(settings, recipe)
+    sizes, graphed = shape.parameters().values(), settings.graph != "false"
+    held, again = held_by(settings, shape, recipe), settings.accumulate > 1
+    whole = _weight_bytes(settings, sizes)
     ids = 16.0 * settings.batch * settings.context * settings.accumulate * (1 + graphed)
     standing = {
         "weights": whole,
-        "moments": math.fsum(map(MOMENTS[settings.moment_bits], shape.parameters().values())),
+        "moments": math.fsum(map(MOMENTS[settings.moment_bits], sizes)),
         "codes": held.codes,
         "token ids, cuBLAS": ids + (2 + graphed) * WORKSPACE,
     }
@@ -119,19 +116,17 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     )
 
 
-def held_by(settings: Settings, vocabulary: int) -> Held:
+def held_by(settings: Settings, shape: Shape, recipe: Recipe) -> Held:
     """Return what a run's model and one micro-batch hold."""
-    shape, recipe = settings.shape(vocabulary), settings.precision()
     held = FAMILIES[shape.family](shape, recipe, settings.batch)
     if settings.weights == "fp32":
         return held
     return _narrowed(held, Sizes(shape, settings.batch), recipe, settings.accumulate > 1)
 
 
-def _weight_bytes(settings: Settings, shape: Shape) -> float:
-    """Return the bytes of all parameters, which are those of their gradients too."""
+def _weight_bytes(settings: Settings, sizes: Iterable[tuple[int, ...]]) -> float:
+    """Return the bytes of parameters, which are those of their gradients too."""
     narrow = 2.0 if settings.weights == "bf16" else 4.0
-    sizes = shape.parameters().values()
     return math.fsum((narrow if moment_scales(x) else 4.0) * math.prod(x) for x in sizes)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ class TrainOptions:
     device: str = "auto"
     seed: int | None = None
     watch: int | None = None
-    sample: int = 0
     loggers: Sequence[str] = ()
 
     def given(self) -> dict[str, Any]:
@@ -46,20 +45,30 @@ class TrainOptions:
             found["data"] = str(Path(found["data"]).absolute())
         return found
 
-    def resumed(self) -> Path:
-        """Return the folder of a run that goes on."""
-        if self.output is None or self.init is not None:
-            wanted = "-o RUN, the run to go on with" if self.output is None else "no --init"
-            raise UsageError(f"--resume: expected {wanted}")
-        if not self.output.is_dir():
-            raise UsageError(f"--resume: {self.output} holds no run")
-        return self.output
-
     def begun(self) -> Settings:
         """Return the settings of a run that begins."""
         if self.preset is None:
             raise UsageError(f"which preset? expected one of {', '.join(PRESETS)}")
-        return make(self.preset, {k: v for k, v in self.given().items() if k != "preset"})
+        return make(self.preset, self.given())
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run that was asked for, in which nothing is wrong that can be told without its folder.
+
+    Attributes:
+        settings: those that a run begins with; None for one that goes on.
+        changes: the settings that were asked for of one that goes on.
+        numbered: where the folder is taken, its name gets a number.
+    """
+
+    folder: Path
+    settings: Settings | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    numbered: bool = False
+    init: Path | None = None
+    device: str = "auto"
+    loggers: Sequence[str] = ()
 
 
 def of_run(file: Path) -> dict[str, Any]:
@@ -70,9 +79,8 @@ def of_run(file: Path) -> dict[str, Any]:
     Raises:
         UsageError: the file holds no settings, or their micro-batches cannot be shared out.
     """
-    settings, processes = load(file)
-    found = settings.as_dict()
-    micros, world = found["accumulate"] * processes, _world()
+    found, world = load(file), _world()
+    micros = found["accumulate"]
     if micros % world:
         raise UsageError(
             f"{file}: accumulate={micros} in all: expected processes that divide them, not {world}"
@@ -81,17 +89,25 @@ def of_run(file: Path) -> dict[str, Any]:
     return {"preset": found.pop("preset"), "data": found.pop("data"), "set": found}
 
 
-def check(asked: TrainOptions) -> None:
-    """Refuse what can be refused without a look into a run's folder."""
+def request_of(asked: TrainOptions) -> RunRequest:
+    """Return the run that the options ask for.
+
+    Raises:
+        UsageError: what can be refused without a look into its folder.
+    """
     for name in asked.loggers:
         check_logger(name)
+    common: dict[str, Any] = {"device": asked.device, "loggers": asked.loggers}
     if asked.resume:
         values = checked(asked.given())
-        asked.resumed()
+        request = RunRequest(_resumed(asked), changes=values, **common)
     else:
-        begun = asked.begun()
-        check_processes(begun, _world(), torchrun())
-        values = begun.as_dict()
+        settings = asked.begun()
+        check_processes(settings, _world(), torchrun())
+        values = settings.as_dict()
+        usual = Path("runs", f"{settings.preset}-{settings.recipe}")
+        folder, numbered = asked.output or usual, asked.output is None
+        request = RunRequest(folder, settings, numbered=numbered, init=asked.init, **common)
     if asked.output is not None and asked.output.exists() and not asked.output.is_dir():
         raise UsageError(f"-o {asked.output}: expected a folder")
     if asked.init is not None and not asked.init.is_dir():
@@ -101,6 +117,17 @@ def check(asked: TrainOptions) -> None:
         )
     if (data := values.get("data")) is not None:
         check_data(data, asked.data or dict(split(asked.settings)).get("data", data))
+    return request
+
+
+def _resumed(asked: TrainOptions) -> Path:
+    """Return the folder of a run that goes on."""
+    if asked.output is None or asked.init is not None:
+        wanted = "-o RUN, the run to go on with" if asked.output is None else "no --init"
+        raise UsageError(f"--resume: expected {wanted}")
+    if not asked.output.is_dir():
+        raise UsageError(f"--resume: {asked.output} holds no run")
+    return asked.output
 
 
 def check_logger(name: str) -> None:

@@ -190,21 +190,13 @@ def _own_device(device: str, rank: int) -> Device:
     return Device.parse(f"cuda:{rank}")
 
 
-def check(settings: Settings, group: Group) -> None:
-    """
-    Raises:
-        UsageError: the processes that there are cannot train with these settings.
-    """
-    check_processes(settings, group.world, group.host is not None)
-
-
 def spread(model: nn.Module, settings: Settings, group: Group, device: torch.device) -> nn.Module:
     """What to call for the loss of this process's sequences.
 
     DDP wraps the model; FSDP2 shards it in place, each block and the rest, so that an optimizer
     must be made afterwards. Either averages gradients over the processes in backward.
     """
-    check(settings, group)
+    check_processes(settings, group.world, group.host is not None)
     if settings.parallel == "ddp":
         return DistributedDataParallel(
             model,

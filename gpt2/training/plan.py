@@ -14,8 +14,8 @@ from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing
 from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.prepared import META, read_meta
-from jetfire.gpt2.model.layouts import layout_of
-from jetfire.gpt2.training.memory import Needs, check_counted, needs
+from jetfire.gpt2.model.layouts import shape_of
+from jetfire.gpt2.training.memory import Needs, needs
 from jetfire.gpt2.training.options import TrainOptions, check_data
 from jetfire.gpt2.training.settings import Settings, make
 from jetfire.nn.recipes import RECIPES
@@ -54,15 +54,15 @@ class PlanOptions(TrainOptions):
             return settings, _vocabulary(settings)
         file = Path(self.preset)
         try:
-            shape = layout_of(file).read(file)
+            shape = shape_of(file)
         except Missing as error:
             raise UsageError(
                 f"{error}: expected a preset, or GPT-2's or Llama's config.json"
             ) from None
         sizes = {**dataclasses.asdict(shape), "family": shape.family}
         vocabulary = sizes.pop("vocabulary")
-        given = {name: value for name, value in self.given().items() if name != "preset"}
-        return make("gpt2-124m", sizes | given), vocabulary
+        base = "gpt2-124m"
+        return make(base, {**sizes, **self.given(), "preset": base}), vocabulary
 
 
 def _vocabulary(settings: Settings) -> int:
@@ -93,32 +93,28 @@ def fitting(settings: Settings, vocabulary: int, limit: float) -> Iterator[Fit]:
 
     A step has as many tokens as before. A recipe of which none fits is left out.
     """
-    batch, micros = settings.batch, settings.accumulate
-    parts = [n for n in range(1, batch + 1) if batch % n == 0 and n * micros <= _MICROS]
-    graphs = dict.fromkeys((settings.graph, "false"))
-    for chosen in _by_recipe(settings):
-        for graph, n in product(graphs, parts):
-            sizes = {"batch": batch // n, "accumulate": micros * n}
-            found = needs(replace(chosen, graph=graph, **sizes), vocabulary)
-            if found.total <= limit:
-                given = sizes if graph == settings.graph else {**sizes, "graph": graph}
-                words = ",".join(f"{name}={value}" for name, value in given.items())
-                yield Fit(f"--recipe {chosen.recipe} --set {words}", found)
-                break
-
-
-def _by_recipe(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings, then those of each other recipe that is counted and takes their sizes."""
-    yield settings
-    for recipe in RECIPES:
-        if recipe == settings.recipe:
-            continue
+    for recipe in dict.fromkeys((settings.recipe, *RECIPES)):
+        own = {} if recipe == settings.recipe else _OWN
         try:
-            chosen = replace(settings, recipe=recipe, **_OWN)
-            check_counted(chosen)
+            found = _largest(replace(settings, recipe=recipe, **own), vocabulary, limit)
         except UsageError:  # its blocks or groups do not divide a size, or it is not counted
             continue
-        yield chosen
+        if found is not None:
+            yield found
+
+
+def _largest(settings: Settings, vocabulary: int, limit: float) -> Fit | None:
+    """Return the largest micro-batch within the limit."""
+    batch, micros = settings.batch, settings.accumulate
+    parts = [n for n in range(1, batch + 1) if batch % n == 0 and n * micros <= _MICROS]
+    for graph, n in product(dict.fromkeys((settings.graph, "false")), parts):
+        sizes = {"batch": batch // n, "accumulate": micros * n}
+        found = needs(replace(settings, graph=graph, **sizes), vocabulary)
+        if found.total <= limit:
+            given = sizes if graph == settings.graph else {**sizes, "graph": graph}
+            words = ",".join(f"{name}={value}" for name, value in given.items())
+            return Fit(f"--recipe {settings.recipe} --set {words}", found)
+    return None
 
 
 def advice(settings: Settings, vocabulary: int, limit: float) -> str:

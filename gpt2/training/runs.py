@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +20,11 @@ from jetfire.core.files import Missing, Unreadable
 from jetfire.core.terminal import note
 from jetfire.gpt2.data import tokenizers
 from jetfire.gpt2.data import tokens as data
-from jetfire.gpt2.training import checkpoint, log, parallel
+from jetfire.gpt2.training import checkpoint, log
 from jetfire.gpt2.training.checkpoint import Checkpoint
-from jetfire.gpt2.training.options import TrainOptions
+from jetfire.gpt2.training.options import RunRequest, check_processes
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.settings import (
-    CHANGEABLE,
-    PROCESSES,
-    SETTINGS,
-    Settings,
-    checked,
-    load,
-    resumed,
-)
+from jetfire.gpt2.training.settings import PROCESSES, SETTINGS, Settings, load, resumed
 from jetfire.report.text import plural
 
 TOKENIZER = "tokenizer"
@@ -44,12 +36,16 @@ class Run:
 
     Attributes:
         damaged: newer checkpoints, which cannot be used.
+        init: the folder of the weights that it begins with; None for the seed's.
+        loggers: the libraries that get its log too.
     """
 
     folder: Path
     settings: Settings
     saved: Checkpoint | None = None
     damaged: Sequence[Path] = ()
+    init: Path | None = None
+    loggers: Sequence[str] = ()
 
     def begin(self, tokens: data.Tokens, processes: int) -> None:
         """Make the folder hold a run, which can be resumed and, elsewhere, sampled."""
@@ -63,27 +59,36 @@ class Run:
 
 
 @contextmanager
-def opened(asked: TrainOptions, group: Group) -> Iterator[Run]:
-    """Give the run that the options name; nobody else trains in its folder meanwhile."""
-    if asked.resume:
-        folder = asked.resumed()
-        with _alone(folder):
-            yield _resumed(folder, asked.given(), group)
-        return
-    settings = asked.begun()
-    folder = asked.output or _free_folder(settings)
+def opened(asked: RunRequest, group: Group) -> Iterator[Run]:
+    """Give the run that was asked for; nobody else trains in its folder meanwhile."""
+    folder = _free(asked.folder) if asked.numbered else asked.folder
     with _alone(folder):
+        if asked.settings is None:
+            yield _resumed(asked, group)
+            return
         begun = any((folder / name).exists() for name in (SETTINGS, log.NAME))
         if begun or checkpoint.listed(folder):
             raise UsageError(f"-o {folder}: holds a run: --resume goes on with it; or name another")
         if not tokenizers.may_keep(folder / TOKENIZER):
             raise UsageError(f"-o {folder}: its {TOKENIZER} is something else: name another folder")
-        yield Run(folder, settings)
+        yield Run(folder, asked.settings, init=asked.init, loggers=asked.loggers)
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or with the first number that is free."""
+    number, free = 1, folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, made where there is none; one in which nothing began is removed."""
+    """Hold a run's folder, made where there is none; one in which nothing began is removed.
+
+    What a killed process left half done is removed too.
+    """
     made: list[Path] = []
     with files.writing(folder):
         made += [path for path in (folder, *folder.parents) if not path.exists()]
@@ -91,7 +96,13 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         busy = f"{folder}: another process is training there"
         with files.locked(folder / ".lock", busy=busy):
-            _tidy(folder)
+            for name in (checkpoint.FOLDER, TOKENIZER):
+                if (folder / name).is_symlink():
+                    wanted = "expected a folder of the run's own"
+                    raise UsageError(f"{folder / name}: is a link: {wanted}")
+            for name in (TOKENIZER, SETTINGS):
+                files.tidy(folder, name)
+            checkpoint.tidy(folder)
             yield
     finally:
         with suppress(OSError):
@@ -99,79 +110,39 @@ def _alone(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what a killed process left half done."""
-    for name in (checkpoint.FOLDER, TOKENIZER):
-        if (folder / name).is_symlink():
-            raise UsageError(f"{folder / name}: is a link: expected a folder of the run's own")
-    checkpoint.tidy(folder)
-    for name in (TOKENIZER, SETTINGS):
-        files.tidy(folder, name)
-
-
-def _free_folder(settings: Settings) -> Path:
-    """runs/PRESET-RECIPE, or with the first number that is free."""
-    name, number = f"{settings.preset}-{settings.recipe}", 1
-    while (folder := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return folder
-
-
-def _resumed(folder: Path, given: Mapping[str, Any], group: Group) -> Run:
+def _resumed(asked: RunRequest, group: Group) -> Run:
+    """Return the run that goes on, from its newest checkpoint or its first step."""
+    folder, world = asked.folder, group.world
     begun = _begun(folder)
-    saved, damaged = checkpoint.newest(folder, check=lambda one: _check_same(one, begun))
+    saved, damaged = checkpoint.newest(folder, begun=begun)
     if saved is not None:
-        begun = _of_all(saved.state["settings"], saved.state.get("processes", 1))
-    if begun is None:
+        begun = saved.settings
+    if not begun:
         raise UsageError(f"--resume: {folder} holds no run")
     _check_log(folder, saved)
-    settings = resumed(_shared_out(begun, folder, group.world), given, str(folder))
-    parallel.check(settings, group)
+    settings = resumed(begun, asked.changes, str(folder), world)
+    check_processes(settings, world, group.host is not None)
     if saved is not None and saved.step > settings.steps:
         raise UsageError(f"steps={settings.steps}: {folder} is at step {saved.step} already")
     if saved is None:
         note(f"{folder} has no checkpoint: beginning at its first step")
-    return Run(folder, settings, saved, damaged)
+    return Run(folder, settings, saved, damaged, loggers=asked.loggers)
 
 
-def _begun(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run that a folder holds, as `_of_all` has them; None if none.
+def _begun(folder: Path) -> dict[str, Any]:
+    """The settings of the run that a folder holds, as `of_all` has them; none if it holds none.
 
     What checkpoints tell too is no loss: then a warning says what is wrong with the file.
     """
-    file = folder / SETTINGS
     try:
-        settings, processes = load(file)
-        return _of_all(settings.as_dict(), processes)
+        return load(folder / SETTINGS)
     except Missing:
-        return None
+        return {}
     except UsageError as error:
         if not checkpoint.listed(folder):
             raise
         warnings.warn(f"{error}; taking a checkpoint's", JetfireWarning, stacklevel=2)
-        return None
-
-
-def _check_same(saved: Checkpoint, begun: Mapping[str, Any] | None) -> None:
-    """Refuse a checkpoint that is not of the run that began with these settings."""
-    file = saved.path / checkpoint.STATE
-    try:
-        own = _of_all(checked(saved.state["settings"]), saved.state.get("processes", 1))
-    except UsageError as error:
-        raise Unreadable(file, str(error)) from None
-    ours = begun or {}
-    for name in own.keys() & ours.keys() - CHANGEABLE:
-        mine, expected = own[name], ours[name]
-        if mine != expected:
-            reason = f"{name}={mine} is another run's: {SETTINGS} has {expected}"
-            if name == "accumulate":
-                reason = f"{mine} micro-batches a step are another run's: expected {expected}"
-            raise Unreadable(file, reason)
-
-
-def _of_all(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """Settings with the micro-batches of all processes, of which a step has the same for ever."""
-    return {**settings, "accumulate": settings.get("accumulate", 1) * processes}
+        return {}
 
 
 def _check_log(folder: Path, saved: Checkpoint | None) -> None:
@@ -194,14 +165,3 @@ def _check_log(folder: Path, saved: Checkpoint | None) -> None:
             f"--resume: the log of {folder} has {plural(max(steps), 'step')}, and its checkpoints "
             f"are gone: put {folder / checkpoint.FOLDER} back, or begin another run with -o"
         )
-
-
-def _shared_out(begun: Mapping[str, Any], run: Path, world: int) -> dict[str, Any]:
-    """Settings under which as many processes as there are now train on the same sequences."""
-    micros = begun["accumulate"]
-    if micros % world:
-        raise UsageError(
-            f"--resume with {world} processes: {run} has {micros} micro-batches per step: "
-            f"expected a number of processes that divides them"
-        )
-    return {**begun, "accumulate": micros // world}

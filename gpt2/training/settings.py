@@ -267,8 +267,12 @@ _TRUTHS = {
 }
 
 
-def _value(name: str, annotation: Any, given: Any) -> Any:
+def _value(name: str, given: Any) -> Any:
     """One setting from text, or from itself as JSON has it."""
+    types = _types()
+    if name not in types:
+        raise unknown(f"no setting {name!r}", name, types)
+    annotation, _ = types[name]
     # A word may be yes or no in JSON, as checkpoints had it once.
     text = _text(given)
     if get_origin(annotation) is Literal:
@@ -318,11 +322,7 @@ def split(texts: Iterable[str]) -> dict[str, str]:
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of their right types, by name; unknown names are usage errors."""
-    types = _types()
-    for name in values:
-        if name not in types:
-            raise unknown(f"no setting {name!r}", name, types)
-    return {name: _value(name, types[name][0], value) for name, value in values.items()}
+    return {name: _value(name, value) for name, value in values.items()}
 
 
 PRESETS = {name: checked(split([text])) for name, text in _PRESETS.items()}
@@ -361,8 +361,8 @@ def _check_looks(settings: Settings) -> None:
         raise UsageError(f"watch={settings.watch}: {what}: expected at least {least}")
 
 
-def load(file: Path) -> tuple[Settings, int]:
-    """Return the settings that a run's file holds, and the processes that it had.
+def load(file: Path) -> dict[str, Any]:
+    """Return the settings that a run's file holds, as `of_all` has them.
 
     Raises:
         Missing: there is no such file.
@@ -374,21 +374,37 @@ def load(file: Path) -> tuple[Settings, int]:
         if type(processes) is not int or not 1 <= processes <= 1 << 16:
             given = repr(str(processes)[:50])
             raise UsageError(f"{PROCESSES}={given}: expected 1 to {1 << 16}")
-        return resumed(found, {}, str(file.parent)), processes
+        return of_all(resumed(found, {}, str(file.parent)).as_dict(), processes)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
 
 
-def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Settings:
+def of_all(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """Settings with the micro-batches of all processes, of which a step has the same for ever."""
+    return {**settings, "accumulate": settings.get("accumulate", 1) * processes}
+
+
+def resumed(
+    before: Mapping[str, Any], changes: Mapping[str, Any], run: str, processes: int = 1
+) -> Settings:
     """The settings of a run that goes on, with those changed that may be.
 
+    As many processes as there are now train on the same sequences.
+
     Args:
-        before: as the checkpoint holds them, without `head` where it was made when every head was
-            in BF16, without a family where that was GPT-2; given: what the user asked for now.
+        before: as `of_all` has them, without `head` where they were written when every head was in
+            BF16, without a family where that was GPT-2; changes: what the user asked for now.
     """
-    asked = checked(given)
+    asked = checked(changes)
     head = "recipe" if before.get("recipe") != "int8" else "bf16"
-    before = {"head": head, **EARLIER, **before}
+    before = checked({"head": head, "accumulate": 1, **EARLIER, **before})
+    micros = before["accumulate"]
+    if micros % processes:
+        raise UsageError(
+            f"--resume with {processes} processes: {run} has {micros} micro-batches per step: "
+            f"expected a number of processes that divides them"
+        )
+    before["accumulate"] = micros // processes
     for name, value in asked.items():
         if name not in CHANGEABLE and name in before and before[name] != value:
             asked_for, begun = f"{name}={_text(value)}", f"{name}={_text(before[name])}"
@@ -396,4 +412,4 @@ def resumed(before: Mapping[str, Any], given: Mapping[str, Any], run: str) -> Se
                 f"--resume {asked_for}: {run} was begun with {begun}; "
                 f"leave it out, or begin another run with --init {run}"
             )
-    return _settings({**checked(before), **asked})
+    return _settings({**before, **asked})

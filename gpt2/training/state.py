@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
+from jetfire.core.terminal import note
 from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.data.prepared import TokenDigests
+from jetfire.gpt2.model import weights
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.model.language_model import LanguageModel, check_fits
 from jetfire.gpt2.model.outliers import plant
-from jetfire.gpt2.model.tensors import load_model
 from jetfire.gpt2.training import checkpoint, graph, parallel, utilisation
-from jetfire.gpt2.training.checkpoint import Best, Checkpoint, State
+from jetfire.gpt2.training.checkpoint import MODEL, Best, Checkpoint, State
 from jetfire.gpt2.training.parallel import ALONE, Group
+from jetfire.gpt2.training.runs import Run
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import Micro, Step, autocast
 
@@ -110,10 +113,28 @@ class Trained:
             "sha256": self.tokens.meta["sha256"],
         }
 
+    def load(self, run: Run) -> None:
+        """Take the parameters that a run begins with, and all else where it goes on."""
+        if run.saved is not None:
+            kept = run.saved.state.get("tokens")
+            if kept != self.tokens_seen:
+                raise UsageError(
+                    f"data {run.settings.data}: {self.tokens_seen}: {run.folder} was begun with "
+                    f"{kept}; --resume needs the same tokens"
+                )
+            self.restore(run.saved)
+        elif run.init is not None:
+            saved = checkpoint.find(run.init, (MODEL,))
+            if saved is not None:
+                saved.load(self.model)
+            else:
+                weights.load(self.model, run.init)
+            if self.group.leads:
+                note(f"initialised from {run.init if saved is None else saved.path}")
+
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint."""
-        load_model(self.model, saved.model(), saved.path)
-        checkpoint.load_optimizer(self.model, self.step.optimizer, saved.optimizer())
+        saved.load(self.model, self.step.optimizer)
         self.done, self.best = saved.step, saved.state.get("best")
 
     def save(self) -> None:

@@ -20,12 +20,12 @@ from pathlib import Path
 from jetfire.core import files, processes, terminal
 from jetfire.core.errors import Interrupted, JetfireError, NoDeviceError, UsageError
 from jetfire.core.terminal import note
-from jetfire.gpt2.data import prepared
+from jetfire.gpt2.data import prepare, prepared
 from jetfire.gpt2.training import arms, log, options, study_record
 from jetfire.gpt2.training.arms import Arm
 from jetfire.gpt2.training.options import TrainOptions
-from jetfire.gpt2.training.prelude import Stop, prepared_data
 from jetfire.gpt2.training.settings import SETTINGS, Settings, split
+from jetfire.gpt2.training.stop import Stop
 from jetfire.gpt2.training.study_record import StudyRecord, StudyRun
 from jetfire.report import output
 from jetfire.report import study as report
@@ -125,7 +125,7 @@ def check(asked: StudyOptions) -> None:
     if (asked.output / SETTINGS).exists():
         raise UsageError(f"-o {asked.output}: holds a run: name another folder")
     for arm in dict.fromkeys(arm for arm, _ in asked.pairs):
-        options.check(asked.run(arm, asked.seeds[0]))
+        options.request_of(asked.run(arm, asked.seeds[0]))
     settings = asked.run(*first).begun()
     window = asked.bounds(settings.steps)
     files.check_output("--record", asked.record, ".json")
@@ -203,7 +203,7 @@ def _check_asked(asked: StudyOptions, runs: Sequence[StudyRun]) -> None:
 
 def _check_data(settings: Settings, runs: Sequence[StudyRun]) -> None:
     """Prepare the tokens, once for all runs, and warn where some are read again."""
-    folder = prepared_data(settings)
+    folder = prepare.folder_of(settings.data, settings.tokenizer)
     meta = prepared.read_meta(folder)
     for run in runs:
         if run.records and run.head["tokens"]["sha256"] != meta["sha256"]:

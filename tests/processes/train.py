@@ -19,7 +19,8 @@ import torch
 from jetfire.cli import execute
 from jetfire.core import calls, profiles
 from jetfire.core.errors import JetfireWarning, UsageError
-from jetfire.gpt2.training import command, graph, parallel
+from jetfire.gpt2.data import tokens
+from jetfire.gpt2.training import graph, parallel
 from jetfire.gpt2.training.loop import Training
 from jetfire.measure import provenance
 from jetfire.nn.products import own_part
@@ -28,7 +29,7 @@ from jetfire.tests.processes.leaving import leave
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
 HOME, OUT = Path(sys.argv[2]), Path(sys.argv[3])
 RANK = int(os.environ["RANK"])
-LAUNCH, TOKENS = Training._launch, command._tokens
+LAUNCH, TOKENS = Training._launch, tokens.open_tokens
 OUTCOMES: dict[str, dict] = {}
 LLAMA = "accumulate=2,family=llama,tied=false,hidden=64"
 
@@ -88,12 +89,13 @@ def fault(self: Training, step: int):
     return LAUNCH(self, step)
 
 
-def apart(settings, folder: Path, group: parallel.Group):
+def apart(folder: Path, say, *, check: bool):
     """Data that the second process cannot read, and a warning in both."""
     warnings.warn("what both warn of", JetfireWarning, stacklevel=1)
+    assert check == (RANK == 0)  # one reads them all through
     if RANK == 1:
         raise UsageError("not to be read here")
-    return TOKENS(settings, folder, group)
+    return TOKENS(folder, say, check=check)
 
 
 def differ(op: str) -> None:
@@ -143,9 +145,9 @@ def all_runs() -> None:
     begin("fsdp-llama-int8", "fsdp", "int8-block32", f"{LLAMA},head=32")
     resume("fsdp-llama-int8-again", "fsdp-llama-int8", "fsdp")
     resume("fsdp-to-ddp", "fsdp", "ddp")
-    command._tokens = apart
+    tokens.open_tokens = apart
     begin("apart", "ddp", "bf16")
-    command._tokens = TOKENS
+    tokens.open_tokens = TOKENS
     begin("none", "none", "bf16")
     begin("compile", "fsdp", "bf16", "compile=true")
     begin("watch", "fsdp", "int8", "watch=2")
