@@ -181,8 +181,7 @@ def replay(
         record: where the recording is written too, in that name's format.
 
     Raises:
-        UsageError: the file is no recording, there is no such strategy, or `record` cannot be
-            written.
+        UsageError: the file is no recording, or `record` cannot be written.
     """
     recording = Recording.load(file)
     if record is not None:

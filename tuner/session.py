@@ -37,7 +37,7 @@ from jetfire.tuner.search import (
     search,
 )
 from jetfire.tuner.space import Point
-from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.strategies import STRATEGIES
 from jetfire.tuner.study import Identity, StorageError, Study
 from jetfire.tuner.trial import Measurement, Objective, RunnerError, digits
 from jetfire.tuner.worker import Job
@@ -227,7 +227,7 @@ class Session:
                 asked.data,
                 asked.bits is not None,
             ),
-            strategy_of(name, space, asked.seed, first),
+            STRATEGIES[name](space, asked.seed, first),
             asked.storage if asked.keep else InMemoryStorage(),
             self.display.note,
             attributes,
