@@ -483,7 +483,7 @@ def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
     assert find(toy, gemm(66), H100).config.tile == 4
     save_for(H100, entry(gemm(90 * 8), tile=1))
     assert find(toy, gemm(64, bias=True), H100).config.tile == 4
-    assert [e.config["tile"] for e in profiles.nearest(toy, gemm(64), H100, 4)] == [4, 8, 2, 1]
+    assert [e.config["tile"] for e in profiles.nearest(toy, gemm(64), H100, 4)] == [8, 4, 2, 1]
 
 
 def test_kernels_of_another_device_compare_among_each_other(toy, monkeypatch):
@@ -535,15 +535,20 @@ sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 6
 @given(tuned=st.lists(st.tuples(sizes, st.integers(1, 300)), max_size=8), wanted=sizes)
 def test_nothing_legal_is_nearer(tuned, wanted):
     kernel = Toy()
-    index = profiles._Index(GEMM, {}, {})
-    for problem, tile in tuned:
-        one = profiles._Tuned(
-            entry(problem, tile), problem, ToyConfig(tile), False, profiles._place(GEMM, problem)
+    every = [
+        profiles._Tuned(
+            entry(problem, tile),
+            True,
+            ToyConfig(tile),
+            False,
+            profiles._sort_of(problem),
+            profiles._kind(GEMM, problem),
+            profiles._place(GEMM, problem),
         )
-        index.exact.setdefault(profiles._sort_of(problem), []).append(one)
-        index.alike.setdefault(profiles._kind(GEMM, problem), []).append(one)
+        for problem, tile in tuned
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "_index", lambda *_: index)
+        patch.setattr(profiles, "_tuned", lambda *_: (GEMM, every))
         found = find(kernel, wanted, H200)
 
     def distance(problem):
