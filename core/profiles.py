@@ -419,7 +419,7 @@ def strict() -> bool:
 # Writing.
 
 
-def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Path:
+def save(folder: Path, device: Device, op: Op, entries: Sequence[Entry]) -> Path:
     """Add entries to a device's profile of an op, in place of those for the same problems.
 
     The file is written whole or not at all, by one process at a time. A file that cannot be read is
@@ -428,12 +428,12 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
     Raises:
         UsageError: the file cannot be written; its content is as before.
     """
-    file = path(folder, device, op)
+    file = path(folder, device, op.name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.with_suffix(".lock"), wait=True):
             merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
-            text = _text(device, op, list(merged.values()))
+            text = _text(device, op.name, list(merged.values()))
             write(file, text, alone=True)
     except OSError as error:
         raise UsageError(f"cannot write profile {file}: {error.strerror or error}") from None
@@ -460,8 +460,8 @@ def _unused(file: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _identity(op: str, entry: Entry) -> tuple[str, Any]:
-    problem = _meant(registry.get(op).Problem, entry.problem)
+def _identity(op: Op, entry: Entry) -> tuple[str, Any]:
+    problem = _meant(op.Problem, entry.problem)
     if problem is None:
         return entry.kernel, json.dumps(entry.problem, sort_keys=True)
     return entry.kernel, _sort_of(problem)

@@ -1482,7 +1482,7 @@ def test_missing_skips_what_is_tuned(interpreted, tmp_path):
     stale = dataclasses.replace(
         tuned, problem={**PROBLEM.as_dict(), "block": 64}, provenance={**origin, "source": "old"}
     )
-    profiles.save(tmp_path / "profiles", cpu, "transpose", [tuned, stale])
+    profiles.save(tmp_path / "profiles", cpu, registry.get("transpose"), [tuned, stale])
     every = ("transpose", "--m", "64", "--block", "32,64,128", "--device", "cpu", "--dry-run")
     assert len(interpreted(*every)[1].splitlines()) == 4
     code, out, _ = interpreted(*every, "--missing")
