@@ -298,14 +298,20 @@ def _kind(op: Op, problem: Any) -> tuple[Any, ...]:
 
 
 def _entries(op: str, device: Device) -> Iterator[tuple[Entry, bool]]:
-    """Yield an op's entries: the device's own (True), then those of its architecture's others."""
+    """Yield an op's entries: the device's own (True), then those of its architecture's others.
+
+    A device that stands for an architecture (``sm_90``) has all of these as its own.
+    """
     slug = device_slug(device)
+    any_of_it = device.capability is not None and device.name == "sm_{}{}".format(
+        *device.capability
+    )
     for own in (True, False) if device.capability else (True,):
         for file in files():
             if file.stem == op and (file.parent.name == slug) is own:
                 for entry in read(file):
                     if own or entry.provenance.get("capability") == device.capability:
-                        yield entry, own
+                        yield entry, own or any_of_it
 
 
 @remembered
