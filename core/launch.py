@@ -84,7 +84,7 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
             raise UsageError(f"{_missing(op, problem, device)}; {_remedy(op, problem)}")
         # The same shape with, for instance, a bias or another rounding is as good as tuned.
         near = found.entry
-        same = near and near.gpu == device.name and profiles.same_shape(op, problem, near)
+        same = near and near.gpu == device.name and found.same_shape
         if not same and _first(op.name):
             used = _used(problem, device, near)
             _warn(f"{_missing(op, problem, device)}: {used}; {_remedy(op, problem)}")

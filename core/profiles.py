@@ -50,6 +50,8 @@ SHIPPED = Path(__file__).parent.parent / "profiles"
 FARTHEST = 4.0
 # The distance of two problems that differ in one other field: a factor of 1.4 in a dimension.
 OTHER_FIELD = 0.5
+# The distance of an entry for exactly the problem, which comes before all others.
+EXACT = -1.0
 # The ratio of expected times that counts as equal: `Kernel.estimate` is no more accurate.
 MODEL_SLACK = 1.03
 STRICT = "JETFIRE_STRICT_PROFILE"
@@ -129,12 +131,18 @@ class _File:
 
 @dataclass(frozen=True)
 class Found:
-    """A config, where it comes from, and whether the kernel's source has changed since."""
+    """A config, and where it comes from.
+
+    Attributes:
+        stale: the kernel's source has changed since.
+        same_shape: the entry's problem has the sizes of this one, whatever its other fields.
+    """
 
     config: Any
     source: Source
     entry: Entry | None = None
     stale: bool = False
+    same_shape: bool = True
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -227,20 +235,20 @@ def _entry(raw: dict[str, Any], table: Mapping[str, Provenance], file: Path) -> 
 
 @dataclass(frozen=True)
 class _Tuned:
+    """An entry of a kernel, as this version reads it.
+
+    Attributes:
+        own: it is of the device itself, not of another of its architecture.
+        sort, kind, place: its problem's (`_sort_of`, `_kind`, `_place`).
+    """
+
     entry: Entry
-    problem: Any
+    own: bool
     config: Any
     stale: bool
+    sort: tuple[Any, ...]
+    kind: tuple[Any, ...]
     place: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Index:
-    """A kernel's entries on one device, by `_sort_of` problem and by the `Op.matched` fields."""
-
-    op: Op
-    exact: dict[Any, list[_Tuned]]
-    alike: dict[tuple[Any, ...], list[_Tuned]]
 
 
 @cache
@@ -289,22 +297,28 @@ def _kind(op: Op, problem: Any) -> tuple[Any, ...]:
     return tuple(getattr(problem, name, None) for name in op.matched)
 
 
-def _entries(op: str, slug: str) -> Iterator[Entry]:
-    """Yield an op's entries of one device, or of all of an architecture (slug ``sm-90``)."""
-    architecture = re.fullmatch(r"sm-\d+", slug)
-    for file in files():
-        if file.stem == op and (architecture or file.parent.name == slug):
-            for entry in read(file):
-                capability = entry.provenance.get("capability") or ()
-                if not architecture or f"sm-{''.join(map(str, capability))}" == slug:
-                    yield entry
+def _entries(op: str, device: Device) -> Iterator[tuple[Entry, bool]]:
+    """Yield an op's entries: the device's own (True), then those of its architecture's others.
+
+    A device that stands for an architecture (``sm_90``) has all of these as its own.
+    """
+    slug = device_slug(device)
+    any_of_it = device.capability is not None and device.name == "sm_{}{}".format(
+        *device.capability
+    )
+    for own in (True, False) if device.capability else (True,):
+        for file in files():
+            if file.stem == op and (file.parent.name == slug) is own:
+                for entry in read(file):
+                    if own or entry.provenance.get("capability") == device.capability:
+                        yield entry, own or any_of_it
 
 
 @remembered
-def _index(kernel: Kernel, slug: str) -> _Index:
-    op = registry.get(kernel.op)
-    index = _Index(op, {}, {})
-    for entry in _entries(kernel.op, slug):
+def _tuned(kernel: Kernel, device: Device) -> tuple[Op, list[_Tuned]]:
+    """Return a kernel's op, and its entries for a device."""
+    op, found = registry.get(kernel.op), []
+    for entry, own in _entries(kernel.op, device):
         if entry.kernel != kernel.name:
             continue
         problem, config = _meant(op.Problem, entry.problem), _meant(kernel.Config, entry.config)
@@ -312,10 +326,9 @@ def _index(kernel: Kernel, slug: str) -> _Index:
             continue
         typed = dataclasses.replace(entry, problem=problem.as_dict(), config=config.as_dict())
         stale = entry.provenance.get("source") != kernel.source_hash()
-        tuned = _Tuned(typed, problem, config, stale, _place(op, problem))
-        index.exact.setdefault(_sort_of(problem), []).append(tuned)
-        index.alike.setdefault(_kind(op, problem), []).append(tuned)
-    return index
+        where = _sort_of(problem), _kind(op, problem), _place(op, problem)
+        found.append(_Tuned(typed, own, config, stale, *where))
+    return op, found
 
 
 def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
@@ -327,37 +340,31 @@ def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
     return None if any(isinstance(v, int) and v > LARGEST for v in vars(found).values()) else found
 
 
-def _relatives(kernel: Kernel, device: Device) -> _Index:
-    """Return the entries of all devices of a device's architecture, its own among them."""
-    if device.capability is None:
-        return _index(kernel, "")
-    return _index(kernel, _slug("sm_{}{}".format(*device.capability)))
-
-
-def _legal_by_distance(
-    kernel: Kernel, problem: Any, device: Device, farthest: float
-) -> Iterator[_Tuned]:
-    own = _index(kernel, device_slug(device))
-    kind, here = _kind(own.op, problem), _place(own.op, problem)
-    alike = [(math.dist(here, tuned.place), tuned) for tuned in own.alike.get(kind, ())]
-    alike += [
-        (math.hypot(math.dist(here, tuned.place), OTHER_FIELD), tuned)
-        for tuned in _relatives(kernel, device).alike.get(kind, ())
-        if tuned.entry.gpu != device.name
-    ]
-    for distance, tuned in sorted(alike, key=lambda one: one[0]):
+def _candidates(kernel: Kernel, problem: Any, device: Device, farthest: float) -> Iterator[Found]:
+    """Yield legal configs, nearest first; those tuned for exactly this problem are `EXACT` away."""
+    op, every = _tuned(kernel, device)
+    sort, kind, place = _sort_of(problem), _kind(op, problem), _place(op, problem)
+    ranked = []
+    for tuned in every:
+        if tuned.sort == sort:
+            ranked.append((EXACT, tuned))
+        elif tuned.kind == kind:
+            apart = 0.0 if tuned.own else OTHER_FIELD
+            ranked.append((math.hypot(math.dist(place, tuned.place), apart), tuned))
+    for distance, tuned in sorted(ranked, key=lambda one: one[0]):
         if distance > farthest:
             return
         if kernel.legal(problem, tuned.config, device) is None:
-            yield tuned
+            source: Source = "tuned" if distance == EXACT and tuned.own else "nearest"
+            sizes = tuned.entry.problem
+            same = all(sizes[dim] == getattr(problem, dim) for dim in op.dims)
+            yield Found(tuned.config, source, tuned.entry, tuned.stale, same)
 
 
 def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
     """Return the config tuned for exactly this problem but for floats, or None if none is legal."""
-    for tuned in _index(kernel, device_slug(device)).exact.get(_sort_of(problem), ()):
-        if kernel.legal(problem, tuned.config, device) is None:
-            return Found(tuned.config, "tuned", tuned.entry, tuned.stale)
-    return None
+    found = known(kernel, problem, device)
+    return found if found and found.source == "tuned" else None
 
 
 def known(kernel: Kernel, problem: Any, device: Device) -> Found | None:
@@ -366,12 +373,7 @@ def known(kernel: Kernel, problem: Any, device: Device) -> Found | None:
     An H100 has an H200's multiprocessors, and few profiles of its own are shipped for it. The
     source of what is another's is ``nearest``.
     """
-    if found := exact(kernel, problem, device):
-        return found
-    for tuned in _relatives(kernel, device).exact.get(_sort_of(problem), ()):
-        if kernel.legal(problem, tuned.config, device) is None:
-            return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
-    return None
+    return next(_candidates(kernel, problem, device, EXACT), None)
 
 
 def find(kernel: Kernel, problem: Any, device: Device) -> Found:
@@ -383,19 +385,10 @@ def find(kernel: Kernel, problem: Any, device: Device) -> Found:
     within `FARTHEST`. Skipped are configs that are illegal for the problem, that this version's
     kernel does not know, or that it expects to be slower than its default.
     """
-    if found := known(kernel, problem, device):
-        return found
-    op = _index(kernel, device_slug(device)).op
-    for tuned in _legal_by_distance(kernel, problem, device, FARTHEST):
-        same = same_shape(op, problem, tuned.entry)
-        if same or _promising(kernel, problem, tuned.config, device):
-            return Found(tuned.config, "nearest", tuned.entry, tuned.stale)
+    for found in _candidates(kernel, problem, device, FARTHEST):
+        if found.same_shape or _promising(kernel, problem, found.config, device):
+            return found
     return Found(kernel.default(problem, device), "default")
-
-
-def same_shape(op: Op, problem: Any, entry: Entry) -> bool:
-    """Return whether an entry's problem has the sizes of this one, whatever its other fields."""
-    return all(entry.problem[dim] == getattr(problem, dim) for dim in op.dims)
 
 
 def _promising(kernel: Kernel, problem: Any, config: Any, device: Device) -> bool:
@@ -408,10 +401,11 @@ def _promising(kernel: Kernel, problem: Any, config: Any, device: Device) -> boo
 def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:
     """Return the entries nearest to a problem, however far, with legal and different configs."""
     found: dict[Any, Entry] = {}
-    for tuned in _legal_by_distance(kernel, problem, device, math.inf):
+    for one in _candidates(kernel, problem, device, math.inf):
+        if one.entry is not None:
+            found.setdefault(one.config, one.entry)
         if len(found) == count:
             break
-        found.setdefault(tuned.config, tuned.entry)
     return list(found.values())
 
 
@@ -431,7 +425,7 @@ def strict() -> bool:
 # Writing.
 
 
-def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Path:
+def save(folder: Path, device: Device, op: Op, entries: Sequence[Entry]) -> Path:
     """Add entries to a device's profile of an op, in place of those for the same problems.
 
     The file is written whole or not at all, by one process at a time. A file that cannot be read is
@@ -440,12 +434,12 @@ def save(folder: Path, device: Device, op: str, entries: Sequence[Entry]) -> Pat
     Raises:
         UsageError: the file cannot be written; its content is as before.
     """
-    file = path(folder, device, op)
+    file = path(folder, device, op.name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.with_suffix(".lock"), wait=True):
             merged = {_identity(op, entry): entry for entry in (*_held(file), *entries)}
-            text = _text(device, op, list(merged.values()))
+            text = _text(device, op.name, list(merged.values()))
             write(file, text, alone=True)
     except OSError as error:
         raise UsageError(f"cannot write profile {file}: {error.strerror or error}") from None
@@ -472,8 +466,8 @@ def _unused(file: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _identity(op: str, entry: Entry) -> tuple[str, Any]:
-    problem = _meant(registry.get(op).Problem, entry.problem)
+def _identity(op: Op, entry: Entry) -> tuple[str, Any]:
+    problem = _meant(op.Problem, entry.problem)
     if problem is None:
         return entry.kernel, json.dumps(entry.problem, sort_keys=True)
     return entry.kernel, _sort_of(problem)

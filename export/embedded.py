@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jetfire.core.errors import UsageError
@@ -42,19 +42,22 @@ def library(plan: ExportPlan) -> Library:
     cases.setdefault(samples.small_problem(plan), plan.configs[0])
     names = plan.op.name, plan.kernel.name, plan.capability
     recordings = record([(*names, problem, config) for problem, config in cases.items()])
-    kernels = _compiled(plan, list(cases), recordings)
+    sizes = [plan.sizes(problem) for problem in cases]
+    kernels = _compiled(sizes, recordings)
+    problems = _problems(plan, sizes, list(cases.values()), recordings, kernels)
+    workspace = any(recording.scratch for recording in recordings)
+    zeros = any(scratch.zeroed for recording in recordings for scratch in recording.scratch)
+    launcher = _launcher(plan, problems, list(kernels.values()), workspace)
     contract = (
         "All addresses are multiples of 16.",
         f"The sizes are among those that {plan.name}.c was compiled for, which it lists.",
         "The driver is CUDA 12.0's or newer; the first call opens it.",
     )
-    workspace = any(recording.scratch for recording in recordings)
-    zeros = any(scratch.zeroed for recording in recordings for scratch in recording.scratch)
     files = {
         f"{plan.name}.h": header(
             plan, workspace=workspace, any_size=False, contract=contract, zeros=zeros
         ),
-        f"{plan.name}.c": _launcher(plan, cases, recordings, kernels, workspace),
+        f"{plan.name}.c": launcher,
         "launcher.h": static("c/launcher.h"),
         **code_files(plan, list(kernels.values())),
     }
@@ -71,19 +74,19 @@ def library(plan: ExportPlan) -> Library:
 
 
 def _compiled(
-    plan: ExportPlan, problems: Sequence[Any], recordings: Sequence[LaunchRecording]
+    every: Sequence[Mapping[str, int]], recordings: Sequence[LaunchRecording]
 ) -> dict[Cubin, Compiled]:
-    """Return each different code once."""
+    """Return each different code once, with the sizes that it is of."""
     users: dict[Cubin, dict[str, None]] = {}
-    for problem, recording in zip(problems, recordings, strict=True):
-        shown = "×".join(map(str, plan.sizes(problem).values()))
+    for sizes, recording in zip(every, recordings, strict=True):
+        shown = "×".join(map(str, sizes.values()))
         for call in recording.calls:
             users.setdefault(call.cubin, {})[shown] = None
     found: dict[Cubin, Compiled] = {}
-    for cubin, sizes in users.items():
+    for cubin, used in users.items():
         before = sum(other.name == cubin.name for other in found)
         name = f"{cubin.name}_{before + 1}" if before else cubin.name
-        about = textwrap.shorten(f"Of {', '.join(sizes)}.", WIDTH - 3, placeholder=" …")
+        about = textwrap.shorten(f"Of {', '.join(used)}.", WIDTH - 3, placeholder=" …")
         found[cubin] = Compiled(name, cubin, about)
     return found
 
@@ -106,18 +109,18 @@ def _places(scratch: Sequence[Scratch], zeroed: int) -> tuple[list[int], int]:
     return found, ends[False]
 
 
-def _launcher(
+def _problems(
     plan: ExportPlan,
-    cases: dict[Any, Any],
+    every: Sequence[Mapping[str, int]],
+    configs: Sequence[Any],
     recordings: Sequence[LaunchRecording],
-    kernels: dict[Cubin, Compiled],
-    workspace: bool,
-) -> bytes:
-    """Return the text of `<name>.c`."""
+    kernels: Mapping[Cubin, Compiled],
+) -> list[dict[str, Any]]:
+    """Return what `<name>.c` has in its tables of each problem."""
     zeroed = max(sum(_aligned(s.nbytes) for s in r.scratch if s.zeroed) for r in recordings)
     tensors = [p.name for p in plan.signature.parameters]
     problems, tables = [], 0
-    for (problem, config), recording in zip(cases.items(), recordings, strict=True):
+    for sizes, config, recording in zip(every, configs, recordings, strict=True):
         places, size = _places(recording.scratch, zeroed)
         launches, matrices = [], []
         for call in recording.calls:
@@ -130,6 +133,7 @@ def _launcher(
                     "number": tables,
                     "kernel": kernels[call.cubin].name.upper(),
                     "grid": call.grid,
+                    "maps": len(maps),
                     "arguments": [
                         {"name": a.name, "fields": _fields(a, tensors, places, names)}
                         for a in call.arguments
@@ -138,30 +142,41 @@ def _launcher(
             )
         problems.append(
             {
-                "about": _about(plan.sizes(problem), config),
-                "sizes": plan.sizes(problem).values(),
+                "about": _about(sizes, config),
+                "sizes": sizes.values(),
                 "workspace": size,
                 "matrices": matrices,
                 "launches": launches,
             }
         )
-    calls = [call for recording in recordings for call in recording.calls]
-    mapped = [sum(isinstance(a.value, TensorMap) for a in call.arguments) for call in calls]
+    return problems
+
+
+def _launcher(
+    plan: ExportPlan,
+    problems: Sequence[Mapping[str, Any]],
+    kernels: Sequence[Compiled],
+    workspace: bool,
+) -> bytes:
+    """Return the text of `<name>.c`."""
+    about = (
+        f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}`, compiled for "
+        "sm_{}{}, for the sizes in PROBLEMS.".format(*plan.capability)
+    )
+    launches = [launch for problem in problems for launch in problem["launches"]]
+    tensors = [p.name for p in plan.signature.parameters]
     return render(
         "c/launcher.c.j2",
         plan=plan,
         codes=plan.name.upper(),
         language="c",
-        about=comment(
-            f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}`, compiled for "
-            "sm_{}{}, for the sizes in PROBLEMS.".format(*plan.capability)
-        ),
-        kernels=list(kernels.values()),
+        about=comment(about),
+        kernels=kernels,
         problems=problems,
-        most_arguments=max(len(call.arguments) for call in calls) + 1,
-        most_matrices=max(1, *mapped),
-        dims=dims(plan),
+        most_arguments=max(len(launch["arguments"]) for launch in launches) + 1,
+        most_matrices=max(1, *(launch["maps"] for launch in launches)),
         tensors=hang("  const void* const tensors[] = {", tensors, "};"),
+        dims=dims(plan),
         prototype=prototype(plan, plan.name, workspace, " {"),
         workspace=workspace,
     )
@@ -189,7 +204,7 @@ def _fields(
     return f".kind = NUMBER, .value = {int.from_bytes(content, 'little', signed=True)}"
 
 
-def _about(sizes: dict[str, int], config: Any) -> str:
+def _about(sizes: Mapping[str, int], config: Any) -> str:
     """A problem and its config in lines of a comment."""
     at = " ".join(f"{dim}={size}" for dim, size in sizes.items())
     tuned = " ".join(f"{name}={value}" for name, value in config.as_dict().items())

@@ -67,12 +67,18 @@ def _descendants_seconds(process: int) -> float:
 
 
 class Load:
-    """A watch of other processes' use of a device, from now on."""
+    """A watch of other processes' use of a device, from now on.
+
+    Attributes:
+        driver: a GPU's; None for a CPU, and where NVML cannot be reached.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._began, self._own = _seconds(), _own_seconds()
-        self._before = _crowd(device)
+        monitor = Nvml.open(device.torch_device)
+        self.driver = monitor.driver() if monitor else None
+        self._before = _crowd(device, monitor)
 
     @property
     def was_quiet(self) -> bool:
@@ -92,13 +98,12 @@ class Load:
         return f"other processes used {share:.0%} of the CPU" if share > BUSY else None
 
 
-def _crowd(device: Device) -> str | None:
+def _crowd(device: Device, monitor: Nvml | None) -> str | None:
     """Return one line on others' use of a device before this process uses it; None for little.
 
     A CPU's load is an average over a minute, to which this process or an earlier one contributes.
     """
     if device.kind == "cuda":
-        monitor = Nvml.open(device.torch_device)
         share = monitor.utilisation() if monitor else None
         return f"the GPU was {share:.0%} busy beforehand" if share and share > BUSY else None
     load = os.getloadavg()[0]

@@ -20,7 +20,6 @@ from jetfire.core.files import MIB, Missing, Unreadable, Unwritable, write
 from jetfire.core.schema import Line, most
 from jetfire.measure import peers, timer
 from jetfire.measure.load import Load
-from jetfire.measure.nvml import driver_of
 from jetfire.measure.results import Peaks
 
 # 1 kept peaks measured on a busy machine, and with threads that spin; 2 knew of torch._int_mm alone
@@ -130,7 +129,7 @@ def cached(watch: Load, remeasure: bool = False) -> Peaks:
     device seems quiet.
     """
     file = files.cache() / "peaks.json"
-    key = _key(watch.device)
+    key = _key(watch.device, watch.driver)
     known: dict[str, Peaks] = {}
     with ExitStack() as stack:
         kept = False  # a cache that cannot be kept costs two seconds, not the run
@@ -149,10 +148,10 @@ def cached(watch: Load, remeasure: bool = False) -> Peaks:
         return found
 
 
-def _key(device: Device) -> str:
+def _key(device: Device, driver: str | None) -> str:
     """Return a key of all that peaks depend on; on a CPU, also its threads and how they wait."""
     versions = [torch.__version__, f"timer {timer.VERSION}", f"peaks {VERSION}"]
-    parts = [device.label, driver_of(device), *versions]
+    parts = [device.label, driver, *versions]
     if device.kind == "cpu":
         policies = [os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")]
         parts += [f"{torch.get_num_threads()} threads", *policies]

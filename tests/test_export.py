@@ -415,7 +415,7 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
             )
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path))
     profiles.forget()
-    profiles.save(tmp_path, device, "gemm", entries)
+    profiles.save(tmp_path, device, registry.get("gemm"), entries)
     plan = make([Case(op, problem) for problem in problems], None, (9, 0), None)
     profiles.forget()
     assert plan.kernel.name == taken

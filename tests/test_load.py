@@ -122,9 +122,13 @@ def test_own_work_counts_descendants_that_live():
     [(0.0, None), (0.1, None), (0.55, "the GPU was 55% busy beforehand"), (None, None)],
 )
 def test_a_gpu_is_busy_by_what_ran_beforehand(share, text, monkeypatch):
-    monkeypatch.setattr(Nvml, "open", lambda _: SimpleNamespace(utilisation=lambda: share))
+    monkeypatch.setattr(
+        Nvml, "open", lambda _: SimpleNamespace(driver=str, utilisation=lambda: share)
+    )
     watch = Load(GPU)
-    monkeypatch.setattr(Nvml, "open", lambda _: SimpleNamespace(utilisation=lambda: 1.0))
+    monkeypatch.setattr(
+        Nvml, "open", lambda _: SimpleNamespace(driver=str, utilisation=lambda: 1.0)
+    )
     assert watch.text() == text  # not by what this process does with it
 
 

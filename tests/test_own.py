@@ -169,7 +169,7 @@ def tuned_on_an_h200(name, kernel_name=None, m=48, **fields):
         strategy="tpe",
         provenance=provenance.of(kernel, device),
     )
-    profiles.save(profiles.user_folder(), device, op.name, [entry])
+    profiles.save(profiles.user_folder(), device, op, [entry])
 
 
 @pytest.mark.gpu

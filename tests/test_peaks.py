@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from types import SimpleNamespace
 
 import filelock
 import pytest
@@ -114,7 +115,8 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(peaks, "measure", measure)
     monkeypatch.setattr(load.Load, "text", lambda _: made["busy"])
     monkeypatch.setattr(load.Load, "was_quiet", property(lambda _: made["quiet"]))
-    monkeypatch.setattr(peaks, "driver_of", lambda _: made["driver"])
+    nvml = SimpleNamespace(driver=lambda: made["driver"])
+    monkeypatch.setattr(load.Nvml, "open", lambda _: nvml)
     return tmp_path / "cache" / "peaks.json", made
 
 
@@ -156,7 +158,7 @@ GOOD = {"copy_gbps": 7.0, "int8_tops": 7.0, "bf16_tflops": 7.0, "how": {"copy_gb
 
 
 def entry(**changes) -> str:
-    return json.dumps({peaks._key(CPU): {**GOOD, **changes}})
+    return json.dumps({peaks._key(CPU, None): {**GOOD, **changes}})
 
 
 def test_a_good_cache_is_used(cache):

@@ -118,7 +118,7 @@ def gemm(m=64, n=64, k=64, **fields):
 
 
 def save(*entries, folder=None, device=H200):
-    return profiles.save(folder or profiles.user_folder(), device, "gemm", entries)
+    return profiles.save(folder or profiles.user_folder(), device, GEMM, entries)
 
 
 def warned(call):
@@ -169,12 +169,12 @@ def test_saving_replaces_the_same_problem_of_the_same_kernel():
 WRITER = """
 import os, signal, sys
 from jetfire.core import profiles
-from jetfire.tests.test_profiles import H200, entry, gemm
+from jetfire.tests.test_profiles import GEMM, H200, entry, gemm
 first, count, fatal = map(int, sys.argv[1:])
 if fatal:
     profiles.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 for i in range(first, first + count):
-    profiles.save(profiles.user_folder(), H200, "gemm", [entry(gemm(m=i))])
+    profiles.save(profiles.user_folder(), H200, GEMM, [entry(gemm(m=i))])
 """
 
 
@@ -419,7 +419,7 @@ def test_problems_saved_before_there_were_two_blocks_are_as_they_were(monkeypatc
 
 
 def test_a_field_that_matters_less_is_a_distance():
-    op = registry.get("gemm")
+    op = GEMM
     place = profiles._place
     same = gemm(out="int8", layout="q", rounding="nearest")
     for other in (gemm(out="int8", layout="qt"), gemm(out="int8", bias=True)):
@@ -437,7 +437,7 @@ def test_a_profile_is_for_any_floats(toy):
 
     def keep(problem, tile):
         folder = profiles.user_folder()
-        return profiles.save(folder, H200, "layernorm", [entry(problem, tile=tile)])
+        return profiles.save(folder, H200, registry.get("layernorm"), [entry(problem, tile=tile)])
 
     def norm(**fields):
         return registry.get("layernorm").Problem(64, 64, **fields)
@@ -465,7 +465,7 @@ A100 = dataclasses.replace(H200, name="NVIDIA A100", capability=(8, 0))
 def save_for(device, *entries):
     provenance = {"gpu": device.name, "capability": device.capability, "source": "0123456789ab"}
     entries = [dataclasses.replace(one, provenance=provenance) for one in entries]
-    return profiles.save(profiles.user_folder(), device, "gemm", entries)
+    return profiles.save(profiles.user_folder(), device, GEMM, entries)
 
 
 def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
@@ -483,7 +483,7 @@ def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
     assert find(toy, gemm(66), H100).config.tile == 4
     save_for(H100, entry(gemm(90 * 8), tile=1))
     assert find(toy, gemm(64, bias=True), H100).config.tile == 4
-    assert [e.config["tile"] for e in profiles.nearest(toy, gemm(64), H100, 4)] == [4, 8, 2, 1]
+    assert [e.config["tile"] for e in profiles.nearest(toy, gemm(64), H100, 4)] == [8, 4, 2, 1]
 
 
 def test_kernels_of_another_device_compare_among_each_other(toy, monkeypatch):
@@ -535,15 +535,20 @@ sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 6
 @given(tuned=st.lists(st.tuples(sizes, st.integers(1, 300)), max_size=8), wanted=sizes)
 def test_nothing_legal_is_nearer(tuned, wanted):
     kernel = Toy()
-    index = profiles._Index(GEMM, {}, {})
-    for problem, tile in tuned:
-        one = profiles._Tuned(
-            entry(problem, tile), problem, ToyConfig(tile), False, profiles._place(GEMM, problem)
+    every = [
+        profiles._Tuned(
+            entry(problem, tile),
+            True,
+            ToyConfig(tile),
+            False,
+            profiles._sort_of(problem),
+            profiles._kind(GEMM, problem),
+            profiles._place(GEMM, problem),
         )
-        index.exact.setdefault(profiles._sort_of(problem), []).append(one)
-        index.alike.setdefault(profiles._kind(GEMM, problem), []).append(one)
+        for problem, tile in tuned
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "_index", lambda *_: index)
+        patch.setattr(profiles, "_tuned", lambda *_: (GEMM, every))
         found = find(kernel, wanted, H200)
 
     def distance(problem):

@@ -73,8 +73,8 @@ def place(tmp_path, monkeypatch):
     """A results file of an H200, and what is shipped for that."""
     monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
     profiles.forget()
-    profiles.save(profiles.SHIPPED, H200, "layernorm", LAYERNORM)
-    profiles.save(profiles.SHIPPED, H200, "gemm", GEMM)
+    profiles.save(profiles.SHIPPED, H200, registry.get("layernorm"), LAYERNORM)
+    profiles.save(profiles.SHIPPED, H200, registry.get("gemm"), GEMM)
     file = tmp_path / "h200.json"
     write(file, Results(RECORD, []).to_json())
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
@@ -119,7 +119,7 @@ def test_what_it_was_tuned_with_is_said(place):
 
 def test_what_is_slower_or_stale_is_counted(place):
     worse = entry("gelu", "triton", 1.01, 1.0, source="of old")
-    profiles.save(profiles.SHIPPED, H200, "gelu", [worse])
+    profiles.save(profiles.SHIPPED, H200, registry.get("gelu"), [worse])
     page = page_of(place)
     assert "| all ops | 5 | 1.513× | 2 (40%) | 1 |" in page
     assert "| gelu fwd | triton | 32 | 1 | 0.99× | 0.99× | – | 1 | 10 |" in page
@@ -128,7 +128,9 @@ def test_what_is_slower_or_stale_is_counted(place):
 
 
 def test_a_default_that_failed_is_in_no_mean(place):
-    profiles.save(profiles.SHIPPED, H200, "gelu", [entry("gelu", "triton", 1.0, None)])
+    profiles.save(
+        profiles.SHIPPED, H200, registry.get("gelu"), [entry("gelu", "triton", 1.0, None)]
+    )
     page = page_of(place)
     assert "| all ops | 5 | 1.682× | 2 (40%) | 0 |" in page
     assert "| gelu fwd | triton | 32 | 1 |  |  | – | 0 | 10 |" in page
@@ -140,7 +142,7 @@ def test_a_default_that_failed_is_in_no_mean(place):
 def test_defaults_that_all_failed(place):
     for op, known in (("gemm", GEMM), ("layernorm", LAYERNORM)):
         failed = [dataclasses.replace(one, default_ms=None) for one in known]
-        profiles.save(profiles.SHIPPED, H200, op, failed)
+        profiles.save(profiles.SHIPPED, H200, registry.get(op), failed)
     assert "Gain over the default of 0 tuned problems, sorted within each op.](h2" in page_of(place)
     assert "4 problems: no default could run, none" in place.with_name("README.md").read_text()
 
@@ -184,7 +186,9 @@ def test_a_new_profile_or_lookup_makes_all_of_it_stale(place):
     assert made(place, check=True) == everything
     assert made(place) == everything
     assert made(place, check=True) == set()
-    profiles.save(profiles.SHIPPED, H200, "gemm", [entry("gemm", "triton", 1.0, 3.0, k=32)])
+    profiles.save(
+        profiles.SHIPPED, H200, registry.get("gemm"), [entry("gemm", "triton", 1.0, 3.0, k=32)]
+    )
     assert made(place) == everything
     write_lookups(place.with_name("h200-lookups.json"))
     assert made(place) == everything

@@ -60,7 +60,7 @@ from jetfire.tuner.search import (
     search,
 )
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import RANDOM_FIRST, STRATEGIES, Exhausted, strategy_of
+from jetfire.tuner.strategies import RANDOM_FIRST, STRATEGIES, Exhausted
 from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import Comparison, Measurement, RunnerError
 
@@ -134,7 +134,7 @@ def measured(config):
 def study_with(strategy, space, seed=0, first=(), objective="time", storage=None):
     """A study of the toy, in memory."""
     identity = Identity(TOY, PROBLEM, HERE, space, objective, "normal")
-    sampler = strategy_of(strategy, space, seed, first)
+    sampler = STRATEGIES[strategy](space, seed, first)
     return Study(identity, sampler, storage or optuna.storages.InMemoryStorage(), print, {})
 
 
@@ -147,7 +147,7 @@ def play(study, count=10**9, fate=measured):
         except Exhausted:
             break
         asked.append(config)
-        study.tell(number, config, fate(config))
+        study.finish(number, config, fate(config))
     return asked
 
 
@@ -176,7 +176,7 @@ def gaps(name, strategy):
     recording, space = recorded(name), recorded_space(name)
     for seed in range(SEARCHES):
         identity = Identity(recording.kernel, recording.problem, HERE, space, "time", "normal")
-        sampler = strategy_of(strategy, space, seed, ())
+        sampler = STRATEGIES[strategy](space, seed, ())
         study = Study(identity, sampler, optuna.storages.InMemoryStorage(), print, {})
         trials = math.ceil(0.15 * len(space.pool))
         search(study, ReplayRunner(recording.trials), Limits(trials, math.inf), lambda *_: None)
@@ -417,7 +417,7 @@ def test_no_point_twice_and_none_illegal(strategy, objective):
             under_way.clear()
         elif len(under_way) == 4:
             done = int(rng.choice(list(under_way)))
-            study.tell(done, ended := under_way.pop(done), FATES[int(rng.integers(4))](ended))
+            study.finish(done, ended := under_way.pop(done), FATES[int(rng.integers(4))](ended))
     assert asked[:2] == [space.config(point) for point in first]
     assert set(asked) == {space.config(point) for point in space.pool}
     assert Counter(asked) - Counter(again) == Counter(set(asked))
@@ -451,7 +451,7 @@ def test_exhaustive_goes_in_order():
 def test_exhaustive_of_a_large_product_does_not_end_with_the_pool():
     space = wide_space(lambda c: None if c.b == 3 and c.c == 5 else "no")
     space.__dict__["pool"] = []
-    sampler = strategy_of("exhaustive", space, 0, ())
+    sampler = STRATEGIES["exhaustive"](space, 0, ())
     study = optuna.create_study(sampler=sampler)
     for i in range(40):
         trial = study.ask(distributions_of(space))
@@ -487,7 +487,7 @@ def test_a_study_that_others_add_to(strategy):
     late = study_with(strategy, space, 1, storage=storage)
     asked += [running, *play(late)]
     assert Counter(asked) == Counter(space.config(point) for point in space.pool)
-    theirs.tell(number, running, measured(running))
+    theirs.finish(number, running, measured(running))
     assert len(late.finished()) == len(space.pool)
     assert late.best(1) == [min(asked, key=cost)]
 
@@ -544,7 +544,7 @@ def test_an_unknown_strategy():
     with pytest.raises(
         UsageError, match=r"^--strategy luck: expected one of tpe, gp, random, exhaustive$"
     ):
-        strategy_of("luck", toy_space(), 0, ())
+        TuneOptions(strategy="luck")
 
 
 # The loop.
@@ -1482,7 +1482,7 @@ def test_missing_skips_what_is_tuned(interpreted, tmp_path):
     stale = dataclasses.replace(
         tuned, problem={**PROBLEM.as_dict(), "block": 64}, provenance={**origin, "source": "old"}
     )
-    profiles.save(tmp_path / "profiles", cpu, "transpose", [tuned, stale])
+    profiles.save(tmp_path / "profiles", cpu, registry.get("transpose"), [tuned, stale])
     every = ("transpose", "--m", "64", "--block", "32,64,128", "--device", "cpu", "--dry-run")
     assert len(interpreted(*every)[1].splitlines()) == 4
     code, out, _ = interpreted(*every, "--missing")

@@ -122,7 +122,7 @@ def test_a_profile_from_before_has_no_digest(tmp_path):
     config = RoundingConfig().as_dict()
     times = (1.0, 1.0, 1.0, 9, 1.0, None, "time", {}, 3, "tpe")
     made = profiles.Entry("rounding", PROBLEM.as_dict(), config, *times, origin, "0" * 64)
-    profiles.save(tmp_path, CPU, "gemm", [made])
+    profiles.save(tmp_path, CPU, registry.get("gemm"), [made])
     file = profiles.path(tmp_path, CPU, "gemm")
     text = file.read_text()
     for digest, expected in ((', "digest": "' + "0" * 64 + '"', "0" * 64), ("", None)):

@@ -43,7 +43,7 @@ from jetfire.tuner.device import DeviceRunner  # noqa: E402
 from jetfire.tuner.recording import ReplayRunner  # noqa: E402
 from jetfire.tuner.search import Limits, decide, search  # noqa: E402
 from jetfire.tuner.space import Space  # noqa: E402
-from jetfire.tuner.strategies import strategy_of  # noqa: E402
+from jetfire.tuner.strategies import STRATEGIES  # noqa: E402
 from jetfire.tuner.study import Identity, StorageError, Study  # noqa: E402
 from jetfire.tuner.trial import Measurement, RunnerError  # noqa: E402
 from jetfire.tuner.worker import Job  # noqa: E402
@@ -305,7 +305,7 @@ def test_a_killed_worker_costs_at_most_its_trial():
 @pytest.mark.parametrize(("dies", "says"), [(False, "others hold it all"), (True, "exit code 5")])
 def test_what_cannot_be_set_up_is_no_configs_fault(journal, dies, says):
     study = Study(
-        identity(), strategy_of("random", identity().space, 0, ()), str(journal), print, {}
+        identity(), STRATEGIES["random"](identity().space, 0, ()), str(journal), print, {}
     )
     with contextlib.closing(DeviceRunner([CPU], 1.0)) as runner:
         runner.begin(Job(faulty.Unprepared(dies), faulty.KERNEL, PROBLEM, 0, "normal", False, ()))
@@ -421,7 +421,7 @@ def identity():
 def some_trials(journal, count, notes=None):
     """Search on, without a device, until there are so many trials."""
     known = identity()
-    strategy = strategy_of("random", known.space, 0, ())
+    strategy = STRATEGIES["random"](known.space, 0, ())
     study = Study(known, strategy, str(journal), (notes if notes is not None else []).append, {})
     points = known.space.points()
     recorded = {known.space.config(p): Measurement("ok", 1.0 + p[2], seconds=0.1) for p in points}
@@ -468,7 +468,7 @@ def test_a_line_torn_by_another_tuner_is_not_joined(journal):
     with journal.open("ab") as file:
         file.write(b'{"op_code": 8, "wor')
     number, config = study.ask()
-    study.tell(number, config, Measurement("ok", 1.0))
+    study.finish(number, config, Measurement("ok", 1.0))
     assert len(outcomes(journal)) == 5
 
 
@@ -560,7 +560,7 @@ def test_two_tuners_of_one_study(tmp_path, journal, database):
 def test_rivals_that_choose_at_once_differ():
     """In a database a tuner sees others' trials before these have their configs."""
     known = identity()
-    strategy = strategy_of("exhaustive", known.space, 0, ())
+    strategy = STRATEGIES["exhaustive"](known.space, 0, ())
     study = Study(known, strategy, optuna.storages.InMemoryStorage(), print, {})
     half = study.optuna.ask()
     assert half.relative_params["tile"] == 1  # chosen, not yet written

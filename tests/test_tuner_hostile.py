@@ -425,7 +425,9 @@ def entry(m=32, **more):
 def profile(tmp_path, change=lambda content: None):
     """A profile of two entries on this CPU, changed."""
     entries = [entry(), entry(64)]
-    file = profiles.save(tmp_path / "profiles", Device.parse("cpu"), "transpose", entries)
+    file = profiles.save(
+        tmp_path / "profiles", Device.parse("cpu"), registry.get("transpose"), entries
+    )
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
@@ -527,7 +529,9 @@ def test_a_profile_that_is_gone_is_written_again(capsys, tmp_path):
 
 def test_a_profile_s_gain_is_over_the_default(capsys, tmp_path):
     """Not over the config that was in use, here that of the nearest problem."""
-    profiles.save(tmp_path / "profiles", Device.parse("cpu"), "transpose", [entry(64)])
+    profiles.save(
+        tmp_path / "profiles", Device.parse("cpu"), registry.get("transpose"), [entry(64)]
+    )
     assert run(capsys, *EIGHT)[0] == 0
     (found,) = entries(tmp_path)
     problem = registry.get("transpose").Problem(32, 32, block=32)

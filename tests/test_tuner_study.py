@@ -18,7 +18,7 @@ from jetfire.core.errors import UsageError
 from jetfire.measure import provenance
 from jetfire.tuner import study as studies
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.strategies import STRATEGIES
 from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import Measurement
 
@@ -37,7 +37,7 @@ def identity():
 
 def opened(storage):
     known = identity()
-    return Study(known, strategy_of("random", known.space, 0, ()), storage, print, {})
+    return Study(known, STRATEGIES["random"](known.space, 0, ()), storage, print, {})
 
 
 def test_a_search_for_the_same_bits_is_another_one():
@@ -82,11 +82,11 @@ def test_a_trial_that_another_tuner_gave_up_stays_so(tmp_path, database, outcome
     storage = f"sqlite:///{tmp_path}/s.db" if database else str(tmp_path / "s.journal")
     slow, other = opened(storage), opened(storage)
     number, config = slow.ask()
-    other._give_up(number)
-    slow.tell(number, config, Measurement(outcome, 1.0 if outcome == "ok" else None))
+    other._end(number, None)
+    slow.finish(number, config, Measurement(outcome, 1.0 if outcome == "ok" else None))
     assert slow.finished() == [] == other.finished()
     number, config = slow.ask()
-    slow.tell(number, config, Measurement("ok", 2.0))
+    slow.finish(number, config, Measurement("ok", 2.0))
     assert [m.ms for _, m in other.finished()] == [2.0]
     slow.give_up()
 
@@ -100,7 +100,7 @@ def test_other_errors_of_a_trial_are_not_hidden(tmp_path, monkeypatch):
 
     monkeypatch.setattr(study, "_end", fail)
     with pytest.raises(RuntimeError, match="of another kind"):
-        study.tell(number, config, Measurement("ok", 1.0))
+        study.finish(number, config, Measurement("ok", 1.0))
 
 
 def test_many_thousand_failures_fit_a_journal(tmp_path):
@@ -108,7 +108,7 @@ def test_many_thousand_failures_fit_a_journal(tmp_path):
     study = opened(str(tmp_path / "s.journal"))
     number, config = study.ask()
     before = study.file.stat().st_size
-    study.tell(number, config, Measurement("crash", message="x" * 1_000_000))
+    study.finish(number, config, Measurement("crash", message="x" * 1_000_000))
     text = study.file.read_bytes()
     assert (len(text) - before) * 10_000 < studies.MOST
     assert sum(map(text.count, (b",", b"[", b"{"))) * 10_000 < studies.MOST_VALUES

@@ -24,7 +24,6 @@ from jetfire.tuner.recording import Recording, replayed
 from jetfire.tuner.search import SearchTarget
 from jetfire.tuner.session import Session, is_current
 from jetfire.tuner.space import Space
-from jetfire.tuner.trial import OBJECTIVES, Objective
 
 SEARCHES = ("search", "searches")
 
@@ -94,7 +93,6 @@ def tune(asked: TuneOptions) -> None:
         JetfireError: nothing can be tuned, or the study or the profile cannot be written; with exit
             code 130 after Ctrl-C, when the best so far has been saved.
     """
-    objective: Objective = next(name for name in OBJECTIVES if name == asked.objective)
     first = Device.parse(asked.device)
     devices = [first] if ":" in asked.device else first.alike()
     work = unseen.targets(asked, first) if asked.unseen else targets(asked, first)
@@ -112,9 +110,9 @@ def tune(asked: TuneOptions) -> None:
         terminal.planned(lines)
         return
     profiler = None if asked.profile is None else Ncu.begun(first)
-    with _terminated_as_interrupted(), SearchDisplay(objective, len(work)) as shown:
-        session = Session(asked, objective, devices, shown)
-        session.run(work)
+    with _terminated_as_interrupted(), SearchDisplay(asked.objective, len(work)) as shown:
+        session = Session(asked, devices, work, shown)
+        session.run()
         if profiler is not None:
             session.count(profiler)
     if session.tuned:
@@ -123,12 +121,12 @@ def tune(asked: TuneOptions) -> None:
         display.show_counted(session.counted)
     if session.searches:
         _write_files(asked, session)
-    _judge(session, len(work))
+    _judge(session)
 
 
-def _judge(session: Session, count: int) -> None:
-    """Raise what so many searches end with, where that is not well."""
-    failed, stopped = session.failed, session.stopped
+def _judge(session: Session) -> None:
+    """Raise what a session ends with, where that is not well."""
+    failed, stopped, count = session.failed, session.stopped, len(session.work)
     if isinstance(stopped, KeyboardInterrupt):
         done = len(session.tuned)
         raise Interrupted(f"interrupted: {done} of {plural(count, *SEARCHES)} decided and saved")
@@ -181,8 +179,7 @@ def replay(
         record: where the recording is written too, in that name's format.
 
     Raises:
-        UsageError: the file is no recording, there is no such strategy, or `record` cannot be
-            written.
+        UsageError: the file is no recording, or `record` cannot be written.
     """
     recording = Recording.load(file)
     if record is not None:

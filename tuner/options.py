@@ -12,7 +12,7 @@ from jetfire.core.files import check_output
 from jetfire.measure import data, ncu
 from jetfire.measure.plan import Case, check_peers
 from jetfire.report.page import check_page
-from jetfire.tuner.trial import OBJECTIVES
+from jetfire.tuner.trial import OBJECTIVES, Objective
 
 BITS = ("same",)
 FOR_ALL = ("mean", "worst")
@@ -59,7 +59,7 @@ class TuneOptions:
     trials: int | None = None
     effort: str = "quick"
     strategy: str = "tpe"
-    objective: str = "time"
+    objective: Objective = "time"
     seed: int = 0
     data: str = "normal"
     space: Mapping[str, Sequence[str]] = field(default_factory=dict)

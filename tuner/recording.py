@@ -26,7 +26,7 @@ from jetfire.tuner import caches
 from jetfire.tuner.caches import ForeignTable
 from jetfire.tuner.search import Final, Limits, decide, search
 from jetfire.tuner.space import WHOLE, Space
-from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.strategies import STRATEGIES
 from jetfire.tuner.study import Identity, Study
 from jetfire.tuner.trial import OUTCOMES, Comparison, Measurement, Outcome
 
@@ -354,7 +354,6 @@ def replayed(
     """Search a recorded space from its default config on, and decide as the tuner does.
 
     Raises:
-        UsageError: there is no such strategy.
         WrongResultError: none of the configs that were looked at is right.
     """
     space = recording.space()
@@ -365,7 +364,7 @@ def replayed(
     )
     study = Study(
         identity,
-        strategy_of(strategy, space, seed, first),
+        STRATEGIES[strategy](space, seed, first),
         optuna.storages.InMemoryStorage(),
         _unheard,
         {"strategy": strategy},

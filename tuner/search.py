@@ -72,7 +72,7 @@ def search(study: Study, runner: TrialRunner, limits: Limits, progress: Progress
             for number, measurement in runner.wait(end - runner.now()):
                 tried = True
                 config = under_way.pop(number)
-                study.tell(number, config, measurement)
+                study.finish(number, config, measurement)
                 _log(study.log, number, config, measurement)
                 progress(config, measurement)
     finally:

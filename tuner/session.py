@@ -37,9 +37,9 @@ from jetfire.tuner.search import (
     search,
 )
 from jetfire.tuner.space import Point
-from jetfire.tuner.strategies import strategy_of
+from jetfire.tuner.strategies import STRATEGIES
 from jetfire.tuner.study import Identity, StorageError, Study
-from jetfire.tuner.trial import Measurement, Objective, RunnerError, digits
+from jetfire.tuner.trial import Measurement, RunnerError, digits
 from jetfire.tuner.worker import Job
 
 NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
@@ -69,6 +69,7 @@ class Session:
     """The devices, the display and the limits that all the searches of one command share.
 
     Attributes:
+        work: all that is to be searched.
         searches: those that were begun, or done by an earlier run.
         tuned: the searches that came to their ends; failed: the errors of others.
         counted: of each search whose winner was profiled, its counters.
@@ -79,11 +80,11 @@ class Session:
     def __init__(
         self,
         asked: TuneOptions,
-        objective: Objective,
         devices: Sequence[Device],
+        work: Sequence[SearchTarget],
         display: SearchDisplay,
     ) -> None:
-        self.asked, self.objective = asked, objective
+        self.asked, self.objective, self.work = asked, asked.objective, work
         self.device, self.display = devices[0], display
         self.effort = EFFORTS[asked.effort]
         self.trials = asked.trials or self.effort.trials
@@ -98,37 +99,38 @@ class Session:
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
         nvml = Nvml.open(self.device.torch_device)
-        if objective != "time" and (nvml is None or nvml.joules() is None):
+        if self.objective != "time" and (nvml is None or nvml.joules() is None):
             raise UsageError(
-                f"--objective {asked.objective}: {self.device.label} has no energy counter to read"
+                f"--objective {self.objective}: {self.device.label} has no energy counter to read"
             )
         self.peaks = peaks.cached(Load(self.device))
 
-    def run(self, work: Sequence[SearchTarget]) -> None:
+    def run(self) -> None:
         """Tune each target in turn while there is time; what fails is named."""
         try:
-            self._tune_each(work)
+            self._tune_each()
             if self.asked.for_all and self.stopped is None:
-                self._finish_together(work)
+                self._finish_together()
         except KeyboardInterrupt as error:
             self.stopped = error
         finally:
             self.runner.close()
 
-    def _tune_each(self, work: Sequence[SearchTarget]) -> None:
-        for i, target in enumerate(work):
-            left = len(work) - i
+    def _tune_each(self) -> None:
+        count = len(self.work)
+        for i, target in enumerate(self.work):
+            left = count - i
             if self.runner.now() + self.final_s >= self.end:
                 self.untried += left
                 self.display.note(
                     f"the budget is spent: {left} of "
-                    f"{plural(len(work), 'search', 'searches')} left; the same command goes on"
+                    f"{plural(count, 'search', 'searches')} left; the same command goes on"
                 )
                 return
             try:
                 self.stopped = self._tune(target, left)
             except JetfireError as error:
-                if len(work) > 1:
+                if count > 1:
                     self.display.note(f"{target}: {error}")
                 self.failed.append(error)
             if self.stopped is not None:
@@ -227,7 +229,7 @@ class Session:
                 asked.data,
                 asked.bits is not None,
             ),
-            strategy_of(name, space, asked.seed, first),
+            STRATEGIES[name](space, asked.seed, first),
             asked.storage if asked.keep else InMemoryStorage(),
             self.display.note,
             attributes,
@@ -326,19 +328,19 @@ class Session:
         one.study.conclude(final.as_dict())
         self.tuned.append(FinishedSearch(target, one.found, final, one.trials, saved))
 
-    def _finish_together(self, work: Sequence[SearchTarget]) -> None:
+    def _finish_together(self) -> None:
         """Decide on one config of each kernel for all its problems, and save it for each.
 
         Every search's best few, its default and the config in use run on every problem.
         """
         searched = [one for one in self.searches if one.trials]
-        if missing := len(work) - len(searched):
-            self.display.note(f"no config for all: {missing} of {len(work)} were not searched")
+        if missing := len(self.work) - len(searched):
+            self.display.note(f"no config for all: {missing} of {len(self.work)} were not searched")
             return
         profiles.forget()  # another tuner may have written some in the meantime
         for one in searched:
             one.found = profiles.find(one.target.kernel, one.target.case.problem, self.device)
-        for kernel in dict.fromkeys(target.kernel for target in work):
+        for kernel in dict.fromkeys(target.kernel for target in self.work):
             alike = [one for one in searched if one.target.kernel is kernel]
             bases = [
                 config for one in alike for config in (one.target.space.base, one.found.config)
@@ -442,7 +444,7 @@ class Session:
             provenance=provenance.of(target.kernel, self.device),
             digest=final.digest,
         )
-        profiles.save(profiles.user_folder(), self.device, target.case.op.name, [entry])
+        profiles.save(profiles.user_folder(), self.device, target.case.op, [entry])
 
 
 def is_current(found: Found, objective: str) -> bool:

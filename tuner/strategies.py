@@ -18,7 +18,6 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from jetfire.core.errors import unknown
 from jetfire.tuner.space import Point, Space
 from jetfire.tuner.trial import score
 
@@ -318,14 +317,3 @@ def _normal_scores(values: np.ndarray) -> np.ndarray:
 STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy for strategy in (Tpe, GaussianProcess, Random, Exhaustive)
 }
-
-
-def strategy_of(name: str, space: Space, seed: int, first: Sequence[Point]) -> Strategy:
-    """A strategy by name.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    if name not in STRATEGIES:
-        raise unknown(f"--strategy {name}", name, STRATEGIES)
-    return STRATEGIES[name](space, seed, first)

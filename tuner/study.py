@@ -34,7 +34,7 @@ from jetfire.measure import provenance
 from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.report.text import plural
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import Exhausted, Strategy, distributions, observations
+from jetfire.tuner.strategies import Exhausted, Strategy, distributions
 from jetfire.tuner.trial import Measurement, Objective, score
 
 # A trial of another machine that has run for so long has lost its tuner.
@@ -380,16 +380,10 @@ class Study:
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not _is_dead(trial, local=self.file is not None):
                 continue
-            measurement = Measurement.parse(trial.user_attrs)
-            values = None if measurement is None else measurement.values(self.objective)
-            self._end(trial.number, values)
+            self._end(trial.number, Measurement.parse(trial.user_attrs))
         # No tuner leaves such; Optuna would hand them out in place of what the strategy chooses.
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             self.optuna._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-
-    def _give_up(self, number: int) -> None:
-        # Another tuner may have given it up at the same time.
-        self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def ask(self) -> tuple[int, Config]:
         """A new trial's number and config.
@@ -406,7 +400,7 @@ class Study:
                 trial.set_user_attr("owner", _owner())
                 if not self._tried_before(trial):
                     break
-                self._give_up(trial.number)  # another machine was quicker
+                self._end(trial.number, None)  # another machine was quicker
             self._asked[trial.number] = trial
             point = self.space.point(trial.params)
             assert point is not None
@@ -414,31 +408,29 @@ class Study:
 
     def exhausted(self) -> bool:
         """Every legal config has an outcome or is under way."""
-        count = len(self.optuna.get_trials(deepcopy=False))
-        if not self.space.whole or count < len(self.space.pool):
+        if not self.space.whole or self.taken() < len(self.space.pool):
             return False
-        seen = observations(self.optuna, self.space)
-        return all(point in seen for point in self.space.pool)
+        seen = {self.space.point(t.params) for t in self._trials() if _is_taken(t)}
+        return seen.issuperset(self.space.pool)
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
         """An earlier trial has the same config and an outcome, or may yet have one."""
         end = time.monotonic() + CHOOSING_S
         params = asked.params  # a copy each time
         while True:
-            earlier = [t for t in self.optuna.get_trials(deepcopy=False) if t.number < asked.number]
-            running = [t for t in earlier if t.state == TrialState.RUNNING]
-            if any(
-                t.params == params for t in earlier if t in running or "outcome" in t.user_attrs
-            ):
+            trials = self.optuna.get_trials(deepcopy=False)
+            earlier = [t for t in trials if t.number < asked.number and _is_taken(t)]
+            if any(t.params == params for t in earlier):
                 return True
             # Of tuners that choose at once, those who began later wait for what the first takes.
+            running = (t for t in earlier if t.state == TrialState.RUNNING)
             if all(t.params.keys() == params.keys() for t in running):
                 return False
             if time.monotonic() > end:
                 return False
             time.sleep(0.05)
 
-    def tell(self, number: int, config: Config, measurement: Measurement) -> None:
+    def finish(self, number: int, config: Config, measurement: Measurement) -> None:
         """End a trial; it is durable when this returns.
 
         One that another tuner took for dead, and has given up, stays so.
@@ -455,25 +447,25 @@ class Study:
                 # The outcome comes last: with it, a trial whose tuner dies here is whole.
                 for name, value in {**attributes, "outcome": measurement.outcome}.items():
                     trial.set_user_attr(name, value)
-                self._end(number, measurement.values(self.objective))
+                self._end(number, measurement)
             except RuntimeError:  # in Optuna 5 its UpdateFinishedTrialError
                 trials = self.optuna.get_trials(deepcopy=False)
                 if not any(t.number == number and t.state.is_finished() for t in trials):
                     raise
             del self._asked[number]
 
-    def _end(self, number: int, values: list[float] | None) -> None:
-        """End a trial with its values; without any it is given up."""
-        if values is None:
-            self._give_up(number)
-        else:
-            self.optuna.tell(number, values, skip_if_finished=True)
+    def _end(self, number: int, measurement: Measurement | None) -> None:
+        """End a trial with what was measured; without that it is given up."""
+        values = None if measurement is None else measurement.values(self.objective)
+        state = TrialState.FAIL if values is None else None
+        # Another tuner may have given it up at the same time.
+        self.optuna.tell(number, values, state, skip_if_finished=True)
 
     def give_up(self) -> None:
         """End the trials under way, of which nothing is known; their configs may be tried again."""
         with self._using():
             while self._asked:
-                self._give_up(self._asked.popitem()[0])
+                self._end(self._asked.popitem()[0], None)
 
     def _trials(self) -> list[FrozenTrial]:
         with self._using():
@@ -481,9 +473,7 @@ class Study:
 
     def taken(self) -> int:
         """Trials that have an outcome, and those under way, of whichever tuner."""
-        return sum(
-            t.state == TrialState.RUNNING or "outcome" in t.user_attrs for t in self._trials()
-        )
+        return sum(map(_is_taken, self._trials()))
 
     def finished(self) -> list[tuple[Config, Measurement]]:
         """Every trial that has an outcome, of whichever tuner, in order."""
@@ -512,6 +502,11 @@ class Study:
             return
         with self._using():
             self.optuna.set_user_attr("final", dict(final))
+
+
+def _is_taken(trial: FrozenTrial) -> bool:
+    """Return whether a trial has an outcome or is under way: its config is not tried again."""
+    return trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs
 
 
 def _start_time(pid: int) -> str | None:

@@ -32,7 +32,7 @@ def tune(rows: int, digest: str) -> None:
     origin = provenance.of(registry.get_kernel(op.name, "torch"), CPU)
     problem = op.Problem(64, 8).as_dict()
     entry = profiles.Entry("torch", problem, {"rows": rows}, *TIMES, origin, digest or None)
-    profiles.save(profiles.user_folder(), CPU, op.name, [entry])
+    profiles.save(profiles.user_folder(), CPU, op, [entry])
 
 
 def told(folder: Path, rows: int, digest: str) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def differ(op: str) -> None:
             problem, config = call.problem.as_dict(), call.config.as_dict()
             origin = provenance.of(call.kernel, call.device)
             entry = profiles.Entry(call.kernel.name, problem, config, *times, origin, digest)
-            profiles.save(profiles.user_folder(), call.device, op, [entry])
+            profiles.save(profiles.user_folder(), call.device, call.op, [entry])
 
 
 def runs_of(name: str, how: str, more: str) -> None:

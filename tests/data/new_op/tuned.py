@@ -26,4 +26,4 @@ for mode in op.modes:
         strategy="tpe",
         provenance=provenance.of(kernel, device),
     )
-    profiles.save(profiles.user_folder(), device, op.name, [entry])
+    profiles.save(profiles.user_folder(), device, op, [entry])
