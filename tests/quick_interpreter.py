@@ -19,6 +19,7 @@ def quicken() -> None:
     _remember_builtins()
     _remember_dtypes()
     _remember_shapes()
+    _know_operands()
     _skip_overflow_checks()
 
 
@@ -28,17 +29,29 @@ def _remember_builtins() -> None:
     The interpreter does both at every call of a jit function, also of one by another.
     """
     from triton import language as tl
-    from triton.language.core import is_builtin
+    from triton.language.core import builtin, is_builtin
     from triton.runtime import interpreter
 
-    builtins: dict[Any, list[tuple[str, Any]]] = {}
+    builtins: dict[Any, list[tuple[str, Any, Any]]] = {}
+    checks = builtin(lambda: None).__code__  # that it is called by a kernel, and nothing else
+
+    def interpreted(member: Any) -> Any:
+        plain = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return plain(*args, **options)
+
+        return call
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if package not in builtins:
-            builtins[package] = inspect.getmembers(package, is_builtin)
-        for name, member in builtins[package]:
+            members = inspect.getmembers(package, is_builtin)
+            builtins[package] = [(name, one, interpreted(one)) for name, one in members]
+        for name, member, call in builtins[package]:
             if getattr(package, name) is member:
-                interpreter._patch_attr(package, name, member, builder, scope)
+                scope.set_attr(package, name, call)
 
     @cache
     def languages(function: FunctionType) -> list[Any]:
@@ -103,6 +116,53 @@ def _remember_shapes() -> None:
     core.block_type.__init__ = block
     core.tensor.__init__ = tensor
     make_alike, TritonSemantic.broadcast_impl_value = TritonSemantic.broadcast_impl_value, broadcast
+
+
+def _know_operands() -> None:
+    """Take tensors of one type and shape as operands as they are, and make a constant's once.
+
+    A dtype is found to be itself without a look at its name.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    halves = (core.float16, core.bfloat16)  # which are divided as float32
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def operands(self: Any, lhs: Any, rhs: Any, *kind: bool) -> tuple[Any, Any]:
+        left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if left and right:
+            if lhs.shape is not rhs.shape or lhs.dtype is not rhs.dtype or lhs.dtype in halves:
+                return convert(self, lhs, rhs, *kind)
+            return convert(self, lhs, rhs, *kind) if lhs.dtype.is_ptr() else (lhs, rhs)
+        if not left and not right:
+            return convert(self, lhs, rhs, *kind)
+        tensor, number = (lhs, rhs) if left else (rhs, lhs)
+        # As text, in which −0 is not 0, and 1 is neither 1.0 nor True.
+        key = repr(number), type(number), tensor.type.name, left, kind
+        if key in constants:
+            return (lhs, constants[key]) if left else (constants[key], rhs)
+        pair = convert(self, lhs, rhs, *kind)
+        same, constant = pair if left else pair[::-1]
+        if same is tensor:
+            constant.handle.data.flags.writeable = False
+            constants[key] = constant
+        return pair
+
+    def cast(self: Any, input: Any, dtype: Any, *how: Any) -> Any:
+        return input if input.dtype is dtype else change(self, input, dtype, *how)
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or compare(self, other)
+
+    def unwrap(x: Any) -> Any:
+        return x if type(x) is core.tensor else take(x)
+
+    semantic: Any = TritonSemantic
+    convert, semantic.binary_op_type_checking_impl = semantic.binary_op_type_checking_impl, operands
+    change, semantic.cast = semantic.cast, cast
+    compare, core.dtype.__eq__ = core.dtype.__eq__, equal
+    take, core._unwrap_if_constexpr = core._unwrap_if_constexpr, unwrap
 
 
 def _skip_overflow_checks() -> None:

@@ -12,7 +12,6 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
-from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.gemm.mma import MmaConfig
 from jetfire.kernels_cuda.mma_tiles import Access
 from jetfire.reference.gemm import gemm
@@ -64,24 +63,26 @@ def cubin_of(problem, config, capability=(8, 0), access=ALIGNED):
     return KERNEL.program(problem, config, access).cubin(capability)
 
 
-def compiled(problem, config, capability, access=ALIGNED):
-    """Its audit, or skip where it cannot be compiled or read."""
-    try:
-        return audit(cubin_of(problem, config, capability, access))
-    except UsageError as error:
-        pytest.skip(str(error))
+def of_block(block, capability):
+    problem = OP.Problem(4096, 4096, 4096, block=block)
+    return problem, KERNEL.default(problem, target_device(capability)), capability
+
+
+@pytest.fixture(scope="module")
+def defaults():
+    return together(cubin_of, itertools.starmap(of_block, itertools.product(BLOCKS, CAPABILITIES)))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_machine_code(capability, block):
+def test_machine_code(defaults, capability, block):
     """s8 mma, 16-byte asynchronous copies, ldmatrix, no spills; the shared memory that was said.
 
     The source itself asserts that it counts shared memory as `shared_bytes` does.
     """
-    problem = OP.Problem(4096, 4096, 4096, block=block)
-    config = KERNEL.default(problem, target_device(capability))
-    found = compiled(problem, config, capability)
+    case = of_block(block, capability)
+    _, config, _ = case
+    found = defaults[case]
     # Products of 16x8x32 in a slot's 128 of K, the loop over whose blocks is not unrolled.
     products = config.warp_m * config.warp_n * block // (16 * 8 * 32)
     assert found.instructions["IMMA"] == products
@@ -92,20 +93,28 @@ def test_machine_code(capability, block):
     assert found.registers <= config.registers
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize(
-    ("fields", "access"),
-    [
-        (STOCHASTIC, ALIGNED),
-        (STOCHASTIC, Access(1, False, False)),
-        ({"out": "fp32", "accumulate": True, "bias": True}, Access(4, True, False)),
-    ],
-    ids=str,
+OUTPUTS = (
+    (STOCHASTIC, ALIGNED),
+    (STOCHASTIC, Access(1, False, False)),
+    ({"out": "fp32", "accumulate": True, "bias": True}, Access(4, True, False)),
 )
-def test_no_output_and_no_alignment_spills(capability, fields, access):
+
+
+def of_output(fields, access, capability):
     problem = OP.Problem(4096, 4096, 4096, block=128, **fields)
-    config = KERNEL.default(problem, target_device(capability))
-    found = compiled(problem, config, capability, access)
+    return problem, KERNEL.default(problem, target_device(capability)), capability, access
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    cases = [of_output(*output, capability) for output in OUTPUTS for capability in CAPABILITIES]
+    return together(cubin_of, cases)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize(("fields", "access"), OUTPUTS, ids=str)
+def test_no_output_and_no_alignment_spills(outputs, capability, fields, access):
+    found = outputs[of_output(fields, access, capability)]
     assert found.spills == 0
     assert found.instructions["IMMA"] > 0
 

@@ -20,6 +20,7 @@ from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
 from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
+from jetfire.tests.audited import together
 
 OP = registry.get("hadamard_quantize")
 ROWS = registry.get_kernel("hadamard_quantize", "rows")
@@ -244,11 +245,15 @@ def test_shapes_are_those_of_inputs_and_weights():
 # The CUDA kernel.
 
 
-def compiled(problem, config, capability, matrices=None):
-    """Its audit, or skip where it cannot be compiled or read."""
+def cubin_of(problem, config, capability=(9, 0), matrices=None):
     matrices = matrices or rows.contiguous(problem, config)
+    return rows.program(problem, config, matrices).cubin(capability)
+
+
+def compiled(problem, config, capability):
+    """Its audit, labels and all, or skip where it cannot be compiled or read."""
     try:
-        return audit(rows.program(problem, config, matrices).cubin(capability))
+        return audit(cubin_of(problem, config, capability))
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -299,22 +304,38 @@ def test_machine_code(fields, capability, most):
     assert 5 * elements < loop_of(found.sass) <= most * elements
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_config_spills(config):
-    """With the most that it may have to hold."""
+MOST = ({"layout": "both"}, GRADIENTS[3])  # that a config may have to hold
+
+
+def of_config(config):
+    """The legal ones of its cases."""
     device, group = target_device((9, 0)), min(config.tile, 1024)
-    for fields in ({"layout": "both"}, GRADIENTS[3]):
-        problem = OP.Problem(64, 2048, group=group, dtype="bf16", **fields)
-        if ROWS.legal(problem, config, device) is None:
-            assert compiled(problem, config, (9, 0)).spills == 0, fields
+    problems = (OP.Problem(64, 2048, group=group, dtype="bf16", **fields) for fields in MOST)
+    return [(p, config) for p in problems if ROWS.legal(p, config, device) is None]
 
 
-@pytest.mark.parametrize("fields", [{"layout": "both"}, GRADIENTS[3]], ids=str)
-def test_rows_that_lie_anywhere_do_not_spill(fields):
+def of_any_rows(fields):
     problem = OP.Problem(64, 2048, **fields)
     config = ROWS.default(problem, target_device((9, 0)))
     matrices = tuple((k, anywhere(x)) for k, x in rows.contiguous(problem, config))
-    assert compiled(problem, config, (9, 0), matrices).spills == 0
+    return problem, config, (9, 0), matrices
+
+
+@pytest.fixture(scope="module")
+def audits():
+    cases = [case for config in CONFIGS for case in of_config(config)]
+    return together(cubin_of, [*cases, *map(of_any_rows, MOST)])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_config_spills(audits, config):
+    for case in of_config(config):
+        assert audits[case].spills == 0, case
+
+
+@pytest.mark.parametrize("fields", MOST, ids=str)
+def test_rows_that_lie_anywhere_do_not_spill(audits, fields):
+    assert audits[of_any_rows(fields)].spills == 0
 
 
 def anywhere(matrix):

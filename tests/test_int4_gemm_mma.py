@@ -12,7 +12,6 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import verify
-from jetfire.core.machine_code import audit
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
 from jetfire.kernels_cuda.mma_tiles import Access
 from jetfire.tests.audited import together
@@ -57,24 +56,30 @@ def cubin_of(problem, config, capability=AMPERE, access=ALIGNED):
     return KERNEL.program(problem, config, access).cubin(capability)
 
 
-def compiled(problem, config, capability, access=ALIGNED):
-    """Its audit, or skip where it cannot be compiled or read."""
-    try:
-        return audit(cubin_of(problem, config, capability, access))
-    except UsageError as error:
-        pytest.skip(str(error))
+OPERANDS = ("packed", "wide")
+
+
+def of_operands(operands, capability):
+    problem = OP.Problem(8192, 8192, 8192, operands=operands)
+    return problem, KERNEL.default(problem, target_device(capability)), capability
+
+
+@pytest.fixture(scope="module")
+def defaults():
+    cases = itertools.product(OPERANDS, CAPABILITIES)
+    return together(cubin_of, itertools.starmap(of_operands, cases))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize("operands", ["packed", "wide"])
-def test_machine_code(capability, operands):
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_machine_code(defaults, capability, operands):
     """s4 or s8 mma, 16-byte asynchronous copies, ldmatrix, no spills.
 
     The source itself asserts that it counts shared memory as `shared_bytes` does.
     """
-    problem = OP.Problem(8192, 8192, 8192, operands=operands)
-    config = KERNEL.default(problem, target_device(capability))
-    found = compiled(problem, config, capability)
+    case = of_operands(operands, capability)
+    _, config, _ = case
+    found = defaults[case]
     # Of the 128 bytes of K in a slot, products of 32 each.
     products = 4 * config.warp_m * config.warp_n // (16 * 8)
     if operands == "wide" or capability < HOPPER:
@@ -89,14 +94,27 @@ def test_machine_code(capability, operands):
     assert found.registers <= config.registers
 
 
-@pytest.mark.parametrize("fields", OPTIONS[:3], ids=str)
-@pytest.mark.parametrize("access", [Access(8, True), Access(4, False), Access(1, False)], ids=str)
-def test_no_output_and_no_alignment_spills(fields, access):
-    """Of the config with the most sums."""
+ACCESSES = (Access(8, True), Access(4, False), Access(1, False))
+
+
+def of_output(fields, access):
     problem = OP.Problem(8192, 8192, 8192, **fields)
-    config = KERNEL.default(problem, target_device(AMPERE))
-    assert config.sums == 128
-    found = compiled(problem, config, AMPERE, access)
+    return problem, KERNEL.default(problem, target_device(AMPERE)), AMPERE, access
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    cases = itertools.product(OPTIONS[:3], ACCESSES)
+    return together(cubin_of, itertools.starmap(of_output, cases))
+
+
+@pytest.mark.parametrize("fields", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("access", ACCESSES, ids=str)
+def test_no_output_and_no_alignment_spills(outputs, fields, access):
+    """Of the config with the most sums."""
+    case = of_output(fields, access)
+    assert case[1].sums == 128
+    found = outputs[case]
     assert found.spills == 0
     assert found.instructions["IMMA"] == 128
 
