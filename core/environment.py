@@ -26,9 +26,15 @@ def share_cores() -> None:
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
 
 
+def torchrun() -> bool:
+    """Return whether torchrun started this process, which it tells by the environment."""
+    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in told)
+
+
 def leads() -> bool:
     """Return whether this is the only process, or the first of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
+    return not torchrun() or os.environ["RANK"] == "0"
 
 
 @contextlib.contextmanager

@@ -402,10 +402,10 @@ def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[En
     """Return the entries nearest to a problem, however far, with legal and different configs."""
     found: dict[Any, Entry] = {}
     for one in _candidates(kernel, problem, device, math.inf):
-        if one.entry is not None:
-            found.setdefault(one.config, one.entry)
         if len(found) == count:
             break
+        if one.entry is not None:
+            found.setdefault(one.config, one.entry)
     return list(found.values())
 
 

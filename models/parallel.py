@@ -26,6 +26,7 @@ import torch
 from jetfire.bench import command
 from jetfire.core import terminal
 from jetfire.core.device import Device
+from jetfire.core.environment import torchrun
 from jetfire.core.errors import (
     JetfireError,
     JetfireWarning,
@@ -38,7 +39,6 @@ from jetfire.gpt2.bench import steps as training
 from jetfire.gpt2.bench.cases import EAGER, TorchVariant
 from jetfire.gpt2.bench.steps import Deviation
 from jetfire.gpt2.bench.subjects import Probe, Subject, Tensors
-from jetfire.gpt2.training.options import torchrun
 from jetfire.gpt2.training.parallel import ALONE, Group, joined
 from jetfire.measure.results import Row
 from jetfire.models.bench import ModelBench, case_of

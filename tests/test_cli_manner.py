@@ -252,6 +252,11 @@ def test_what_else_is_printed_leaves_stdout_alone(capsys, monkeypatch):
 def test_of_torchrun_s_processes_one_prints_it(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert execute(None, ["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)  # a variable that others set too
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert execute(None, ["list", "--json"]) == 0
     assert capsys.readouterr().out == ""
 
 

@@ -526,6 +526,7 @@ def test_the_nearest_for_a_tuner_are_legal_and_differ(toy):
     found = profiles.nearest(toy, gemm(64), H200, 3)
     assert [e.config["tile"] for e in found] == [2, 4, 8]
     assert len(profiles.nearest(toy, gemm(64), H200, 2)) == 2
+    assert profiles.nearest(toy, gemm(64), H200, 0) == []
 
 
 sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 64)))

@@ -217,6 +217,12 @@ def test_a_replay_decides_as_the_tuner_does():
     assert 0 < short.trials < 30
 
 
+def test_a_replay_of_an_unknown_strategy():
+    said = r"^--strategy luck: expected one of tpe, gp, random, exhaustive$"
+    with pytest.raises(UsageError, match=said):
+        replayed(recorded("triton"), "luck", 3, 0)
+
+
 def test_a_replay_of_which_nothing_is_right():
     recording = recorded("triton")
     broken = {config: Measurement("crash") for config in recording.trials}

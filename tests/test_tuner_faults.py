@@ -803,6 +803,24 @@ def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
     assert runners[-1].seconds == 0
 
 
+class Leaving(Virtual):
+    """Measures three configs and can no more."""
+
+    def wait(self, timeout):
+        if self.seconds > 2.3:
+            raise RunnerError("the workers are gone")
+        return super().wait(timeout)
+
+
+def test_trials_of_a_search_that_was_cut_short_are_recorded(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(session_module, "DeviceRunner", Leaving)
+    file = tmp_path / "recorded.json"
+    code, _, errors = tune(capsys, "--space=fault=none", "--record", file)
+    assert code == 1, errors[-3:]
+    assert "the workers are gone" in errors[-1]
+    assert len(json.loads(file.read_text())["trials"]) == 3
+
+
 class Stub:
     """A worker whose answers, clock and threads are the test's."""
 

@@ -179,7 +179,8 @@ def replay(
         record: where the recording is written too, in that name's format.
 
     Raises:
-        UsageError: the file is no recording, or `record` cannot be written.
+        UsageError: the file is no recording, `record` cannot be written, or there is no such
+            strategy.
     """
     recording = Recording.load(file)
     if record is not None:

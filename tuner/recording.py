@@ -17,7 +17,7 @@ from pydantic import FailFast, Field
 
 from jetfire.core import files, registry, schema
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable, write
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
@@ -355,7 +355,10 @@ def replayed(
 
     Raises:
         WrongResultError: none of the configs that were looked at is right.
+        UsageError: there is no such strategy.
     """
+    if strategy not in STRATEGIES:
+        raise unknown(f"--strategy {strategy}", strategy, STRATEGIES)
     space = recording.space()
     default = space.point(recording.base.as_dict())
     first = [default] if default is not None and space.legal(default) else []

@@ -156,8 +156,10 @@ class Session:
             self._started = True
         share = max(LEAST_S, (self.end - self.runner.now()) / searches_left - self.final_s)
         share = min(share, max(0.0, self.end - self.runner.now() - self.final_s))
-        stopped = self._search(one, share)
-        one.trials = one.study.finished()
+        try:
+            stopped = self._search(one, share)
+        finally:
+            one.trials = one.study.finished()
         if not one.trials:
             if stopped is not None:
                 raise stopped

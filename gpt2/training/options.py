@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jetfire.core.environment import torchrun
 from jetfire.core.errors import UsageError, not_installed, unknown
 from jetfire.gpt2.data import corpora
 from jetfire.gpt2.training.settings import PRESETS, Settings, checked, load, make, split
@@ -148,12 +149,6 @@ def check_data(data: str, given: str) -> None:
     if data not in corpora.NAMED and not Path(data).exists():
         what = f"--data {given}: no such file, folder or corpus"
         raise unknown(what, given, corpora.NAMED, ", or a path")
-
-
-def torchrun() -> bool:
-    """Return whether torchrun started this process, which it tells by the environment."""
-    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return all(name in os.environ for name in told)
 
 
 def _world() -> int:
