@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from functools import cache
+from functools import cache, partial
 from operator import index
 from types import FunctionType
 from typing import Any
@@ -37,20 +37,19 @@ def _remember_builtins() -> None:
 
     def interpreted(member: Any) -> Any:
         plain = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
-        semantic = interpreter.interpreter_semantic
-
-        def call(*args: Any, **options: Any) -> Any:
-            options["_semantic"] = semantic
-            return plain(*args, **options)
-
-        return call
+        # A partial has no frame: errors name the kernel's line, which called it.
+        return partial(plain, _semantic=interpreter.interpreter_semantic)
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if package not in builtins:
             members = inspect.getmembers(package, is_builtin)
             builtins[package] = [(name, one, interpreted(one)) for name, one in members]
         for name, member, call in builtins[package]:
-            if getattr(package, name) is member:
+            if getattr(package, name) is not member:
+                continue
+            if inspect.isclass(package):  # whose methods are functions
+                interpreter._patch_attr(package, name, member, builder, scope)
+            else:
                 scope.set_attr(package, name, call)
 
     @cache
