@@ -130,16 +130,16 @@ def bench(asked: BenchOptions) -> None:
         suite.check(asked)
     else:
         request = plan.parse(
-            asked.ops,
-            asked.m,
-            asked.n,
-            asked.k,
-            asked.workload,
-            asked.block,
-            asked.mode,
-            asked.settings,
-            asked.kernels,
-            asked.peers,
+            ops=asked.ops,
+            m=asked.m,
+            n=asked.n,
+            k=asked.k,
+            workload=asked.workload,
+            block=asked.block,
+            mode=asked.mode,
+            settings=asked.settings,
+            kernels=asked.kernels,
+            peers=asked.peers,
         )
     device = Device.parse(asked.device)
     from jetfire.bench import profiling

@@ -351,7 +351,7 @@ def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_
 def test_defaults_do_not_stream_where_tiles_would_share_nothing_in_l2():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
-    for m, n in ((2048, 1600), (8192, 1024)):  # of an output head's input
+    for m, n in ((2048, 1600), (8192, 1024)):  # an output head's input gradient
         assert streams(m, n, 16384, block=128, out="bf16")
         assert not streams(m, n, 50304, block=128, out="bf16")
         for l2_bytes in (0, 1 << 30):  # unknown, and one that all of it fits

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 PART_US, LEFT_BYTES = 3.0, 8e4
 # What `stream` must gain by the model to be chosen: blocks that begin anywhere along K share less
 # of what L2 holds. Where the operands of the tiles at work are more than `SPREAD` times its size
-# they share nothing, and every tile's operands come from memory, at so many bytes per microsecond:
-# 2048×1600×50304 and 8192×1024×50304 took 1.9 and 1.5 times as long as without `stream` on an H100
-# (3.3 and 4.4e6 bytes per µs; 187 MB of an L2 of 50), 8192×4096×22016 (80 MB) as long.
+# they share nothing, and every tile's operands come from memory, at so many bytes per microsecond.
+# On an H100 2048×1600×50304 and 8192×1024×50304 took 1.9 and 1.5 times as long as their tuned
+# configs, which do not stream (158 and 129 MB at work, an L2 of 52; 3.3 and 4.4e6 bytes per µs). On
+# an H200 8192×4096×22016 (80 MB) took as long with `stream` as without.
 STREAM_GAIN = 1.03
 SPREAD, APART_BYTES = 1.7, 4.4e6
 
