@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jetfire.core import registry
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.ops import int8_adamw8, int8_quantize
@@ -212,6 +212,24 @@ def test_parts_are_read_ahead_of_tiles_in_slices_that_leave_room():
     ):
         config = KERNEL.Config(128, tile_n, 16, slices=slices, stages=stages)
         assert KERNEL.legal(problem, config, device) == reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "block", "n", "stages"),
+    [
+        ((9, 0), 128, 1024, 3),
+        ((9, 0), 64, 1024, 3),
+        ((9, 0), 32, 1024, 1),
+        ((9, 0), 128, 1000, 1),
+        ((8, 0), 128, 1024, 3),
+        ((8, 9), 128, 1024, 1),  # 100 KiB of shared memory, of 164
+    ],
+)
+def test_defaults_read_ahead_where_four_programs_have_room(capability, block, n, stages):
+    device, problem = target_device(capability), OP.Problem(1024, n, block=block)
+    config = KERNEL.default(problem, device)
+    assert config.stages == stages
+    assert KERNEL.legal(problem, config, device) is None
 
 
 @pytest.mark.parametrize("data", ["outlier", "gradient"])
