@@ -566,16 +566,22 @@ def test_an_op_without_eager_is_timed_beside_a_copy(here, aside):
 @pytest.mark.quiet
 @pytest.mark.parametrize(("name", "m", "n"), [("softmax", 8192, 16384), ("matmul", 8192, 8192)])
 def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monkeypatch, tmp_path):
-    """Within 3%, by triton.testing.do_bench, which finds the L2 cache cold at each call, too."""
+    """Within 3%, by triton.testing.do_bench, which finds the L2 cache cold at each call, too.
+
+    The script runs before and after: at the power cap a product took 1.67 ms after its 1.74.
+    """
     folder = Path(__file__).parent / "data" / "foreign"
-    script = f"import {name}; print({name}.milliseconds({m}, {n}))"
-    told = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True
-    )
+    script = [sys.executable, "-c", f"import {name}; print({name}.milliseconds({m}, {n}))"]
+
+    def told():
+        done = subprocess.run(script, cwd=folder, capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
     monkeypatch.setenv("JETFIRE_LOAD", str(folder / f"foreign_{name}.py"))
     words = ["bench", f"foreign_{name}", "--m", str(m), "--n", str(n), "--peer", "none"]
     file = tmp_path / "bench.json"
+    before = told()
     aside(*words, "-o", str(file))
+    least, most = sorted((before, told()))
     (row,) = json.loads(file.read_text())["rows"]
-    theirs = float(told.stdout)
-    assert row["ms"] == pytest.approx(theirs, rel=0.03), f"{row['ms']} ms, the author's {theirs}"
+    assert 0.97 * least <= row["ms"] <= 1.03 * most, f"{row['ms']} ms, the author's {least}, {most}"
