@@ -144,7 +144,7 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
     Raises:
         UsageError: there is none, or the kernel is not for that device.
     """
-    found = profiles.find(kernel, problem, device)
+    found = profiles.find(op, kernel, problem, device)
     if found.source == "default":
         reason = kernel.legal(problem, found.config, device)
         raise UsageError(
@@ -170,7 +170,7 @@ def _fastest(
         # An export can hold one in CUDA C++ only with its host code.
         if not (isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)):
             continue
-        found = [profiles.find(kernel, problem, device) for problem in problems]
+        found = [profiles.find(op, kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)
         if len(entries) == len(found):

@@ -503,8 +503,9 @@ def test_an_odd_entry_spoils_nothing(capsys, tmp_path, kind):
         assert code == 0
         assert out or "nothing to tune" in errors[0]
         assert not any("skipped" in line for line in errors)
-    other = registry.get("transpose").Problem(64, 32, block=32)
-    assert profiles.find(faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
+    op = registry.get("transpose")
+    other = op.Problem(64, 32, block=32)
+    assert profiles.find(op, faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
     code, _, errors = run(capsys, *EIGHT)
     assert code == 0, errors
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jetfire.core import profiles, registry, terminal
+from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError
 from jetfire.core.kernel import Kernel
@@ -51,13 +51,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         raise kind(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
         return tunable
-    return [
-        target
-        for target in tunable
-        if not is_current(
-            profiles.find(target.kernel, target.case.problem, device), asked.objective
-        )
-    ]
+    return [target for target in tunable if not is_current(target.found(device), asked.objective)]
 
 
 def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> SearchTarget | str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.core import interrupts
+from jetfire.core import interrupts, profiles
+from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, WrongResultError
 from jetfire.core.files import Unwritable, add, append
 from jetfire.core.kernel import Config, Kernel
@@ -164,6 +165,10 @@ class SearchTarget:
 
     def __str__(self) -> str:
         return f"{self.case.op.name}/{self.kernel.name} {self.case.problem}"
+
+    def found(self, device: Device) -> Found:
+        """Return what a lookup gives now."""
+        return profiles.find(self.case.op, self.kernel, self.case.problem, device)
 
 
 @dataclass(frozen=True)

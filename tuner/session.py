@@ -170,7 +170,7 @@ class Session:
             return stopped
         if self.asked.keep:  # another tuner may have written a profile in the meantime
             profiles.forget()
-            one.found = profiles.find(target.kernel, target.case.problem, self.device)
+            one.found = target.found(self.device)
         try:
             try:
                 self._finish(one, self.effort.rounds_s)
@@ -198,8 +198,8 @@ class Session:
         First it tries the default, the profile's config, and those of the nearest problems.
         """
         asked, problem, space = self.asked, target.case.problem, target.space
-        found = profiles.find(target.kernel, problem, self.device)
-        near = profiles.nearest(target.kernel, problem, self.device, NEAREST)
+        found = target.found(self.device)
+        near = profiles.nearest(target.case.op, target.kernel, problem, self.device, NEAREST)
         configs = [space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
         points: dict[Point | None, None] = dict.fromkeys(space.point(config) for config in configs)
         first = [point for point in points if point is not None and space.legal(point)]
@@ -341,7 +341,7 @@ class Session:
             return
         profiles.forget()  # another tuner may have written some in the meantime
         for one in searched:
-            one.found = profiles.find(one.target.kernel, one.target.case.problem, self.device)
+            one.found = one.target.found(self.device)
         for kernel in dict.fromkeys(target.kernel for target in self.work):
             alike = [one for one in searched if one.target.kernel is kernel]
             bases = [

@@ -43,7 +43,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         op = ops[attempt % len(ops)]
         problem = _draw(op, rng)
         for kernel in registry.kernels(op.name).values():
-            known = profiles.find(kernel, problem, device)
+            known = profiles.find(op, kernel, problem, device)
             if kernel.legal(problem, known.config, device) is None:
                 if known.source != "tuned" and kernel.space(problem, device):
                     space = Space.of(kernel, problem, device)
