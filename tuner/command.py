@@ -12,12 +12,14 @@ from pathlib import Path
 from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.files import write
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
 from jetfire.measure.ncu import Ncu
 from jetfire.measure.plan import Case
 from jetfire.report.text import plural, significant
 from jetfire.tuner import display, unseen
+from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
 from jetfire.tuner.recording import Recording, replayed
@@ -105,7 +107,8 @@ def tune(asked: TuneOptions) -> None:
         return
     profiler = None if asked.profile is None else Ncu.begun(first)
     with _terminated_as_interrupted(), SearchDisplay(asked.objective, len(work)) as shown:
-        session = Session(asked, devices, work, shown)
+        runner = DeviceRunner(devices, asked.trial_s)
+        session = Session(asked, first, runner, work, shown)
         session.run()
         if profiler is not None:
             session.count(profiler)
@@ -141,11 +144,6 @@ def _judge(session: Session) -> None:
 def _write_files(asked: TuneOptions, session: Session) -> None:
     first = session.searches[0]
     device = first.study.optuna.user_attrs["device"]
-    if asked.report is not None:
-        from jetfire.report import tuning
-        from jetfire.tuner.digest import Digest
-
-        tuning.write([Digest.of(one.study.optuna) for one in session.searches], asked.report)
     if asked.unseen:
         rows = unseen.rows(session.tuned)
         said = unseen.conclusion(rows)
@@ -160,6 +158,12 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
             target.kernel, target.case.problem, device, space.fields, space.base, trials
         )
         made.save(asked.record)
+    if asked.report is not None:
+        from jetfire.report import tuning
+        from jetfire.tuner.digest import Digest
+
+        digests = [Digest.of(one.study.optuna) for one in session.searches]
+        write(asked.report, tuning.render(digests))
 
 
 def replay(

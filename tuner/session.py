@@ -80,15 +80,16 @@ class Session:
     def __init__(
         self,
         asked: TuneOptions,
-        devices: Sequence[Device],
+        device: Device,
+        runner: DeviceRunner,
         work: Sequence[SearchTarget],
         display: SearchDisplay,
     ) -> None:
         self.asked, self.objective, self.work = asked, asked.objective, work
-        self.device, self.display = devices[0], display
+        self.device, self.display = device, display
         self.effort = EFFORTS[asked.effort]
         self.trials = asked.trials or self.effort.trials
-        self.runner = DeviceRunner(devices, asked.trial_s)
+        self.runner = runner
         self.searches: list[Search] = []
         self.tuned: list[FinishedSearch] = []
         self.failed: list[JetfireError] = []
@@ -106,7 +107,7 @@ class Session:
         self.peaks = peaks.cached(Load(self.device))
 
     def run(self) -> None:
-        """Tune each target in turn while there is time; what fails is named."""
+        """Tune each target in turn while there is time, and close the runner; what fails is named."""
         try:
             self._tune_each()
             if self.asked.for_all and self.stopped is None:
