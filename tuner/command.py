@@ -109,9 +109,7 @@ def tune(asked: TuneOptions) -> None:
     with _terminated_as_interrupted(), SearchDisplay(asked.objective, len(work)) as shown:
         runner = DeviceRunner(devices, asked.trial_s)
         session = Session(asked, first, runner, work, shown)
-        session.run()
-        if profiler is not None:
-            session.count(profiler)
+        session.run(profiler)
     if session.tuned:
         display.show(session.tuned, first, asked.format)
     if session.counted:
@@ -150,7 +148,7 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
         say = print if asked.format == "table" else terminal.progress  # stdout has the searches
         terminal.result({"lookups": rows, "conclusion": said}, lambda: say(said))
         if asked.output is not None:
-            unseen.write(rows, device, asked.seed, asked.output)
+            unseen.save(rows, device, asked.seed, asked.output)
     if asked.record is not None:
         target, space = first.target, first.target.space
         trials = dict(first.trials)

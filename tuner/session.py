@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from optuna.storages import InMemoryStorage
@@ -69,6 +69,7 @@ class Session:
     """The devices, the display and the limits that all the searches of one command share.
 
     Attributes:
+        runner: measures configs; it is closed once the searches are done.
         work: all that is to be searched.
         searches: those that were begun, or done by an earlier run.
         tuned: the searches that came to their ends; failed: the errors of others.
@@ -106,16 +107,22 @@ class Session:
             )
         self.peaks = peaks.cached(Load(self.device))
 
-    def run(self) -> None:
-        """Tune each target in turn while there is time, and close the runner; what fails is named."""
+    def run(self, profiler: Ncu | None) -> None:
+        """Tune each target in turn while there is time; what fails is named.
+
+        Args:
+            profiler: counts each winner and its default afterwards, those of earlier runs too.
+        """
         try:
-            self._tune_each()
-            if self.asked.for_all and self.stopped is None:
-                self._finish_together()
+            with closing(self.runner):
+                self._tune_each()
+                if self.asked.for_all and self.stopped is None:
+                    self._finish_together()
+            if profiler is not None and self.stopped is None:
+                for one in self.searches:
+                    self._count(one, profiler)
         except KeyboardInterrupt as error:
             self.stopped = error
-        finally:
-            self.runner.close()
 
     def _tune_each(self) -> None:
         count = len(self.work)
@@ -392,18 +399,11 @@ class Session:
             for one, on_one in zip(searches, compared, strict=True)
         ]
 
-    def count(self, profiler: Ncu) -> None:
-        """Have a profiler count each winner and its default, those of earlier runs too."""
-        if self.stopped is not None:
+    def _count(self, one: Search, profiler: Ncu) -> None:
+        """Count a search's winner and its default, where there is a winner."""
+        final = one.study.optuna.user_attrs.get("final")
+        if not final:
             return
-        try:
-            for one in self.searches:
-                if final := one.study.optuna.user_attrs.get("final"):
-                    self._count(one, final, profiler)
-        except KeyboardInterrupt as error:
-            self.stopped = error
-
-    def _count(self, one: Search, final: Mapping[str, Any], profiler: Ncu) -> None:
         target = one.target
         seed, data, case = self.asked.seed, self.asked.data, target.case
         winner, default = dict(final.get("config") or {}), target.space.base.as_dict()

@@ -102,10 +102,10 @@ def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def write(
+def save(
     found: Sequence[Mapping[str, Any]], device: Mapping[str, Any], seed: int, file: Path
 ) -> None:
-    """Keep the rows.
+    """Write the rows to a file.
 
     Raises:
         UsageError: the file cannot be written.
