@@ -243,10 +243,19 @@ def _arch(device: Device) -> str:
 
 
 class Runner:
-    """A runner that measures problems on one device."""
+    """A runner that measures problems on one device.
+
+    Args:
+        monitor: reads clock and power; without one rows have neither.
+    """
 
     def __init__(
-        self, device: Device, peaks: Mapping[str, Any], options: Options, note: Note
+        self,
+        device: Device,
+        peaks: Mapping[str, Any],
+        options: Options,
+        note: Note,
+        monitor: Nvml | None = None,
     ) -> None:
         self.device = device
         self.peaks = peaks
@@ -254,10 +263,8 @@ class Runner:
         self.note = note
         self._noted: set[str] = set()
         self._compiles = 0
-        self.monitor = Nvml.open(device.torch_device)
+        self.monitor = monitor
         self.guard = Guard(device)
-        if device.kind == "cuda" and self.monitor is None:
-            note("NVML cannot be reached: clock, power and throttling are left out")
 
     def _note_once(self, text: str) -> None:
         """Make a note once, where it holds for many problems alike."""

@@ -100,12 +100,13 @@ class Session:
         self._started = False
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
-        nvml = Nvml.open(self.device.torch_device)
-        if self.objective != "time" and (nvml is None or nvml.joules() is None):
+        monitor = Nvml.open(self.device.torch_device)
+        if self.objective != "time" and (monitor is None or monitor.joules() is None):
             raise UsageError(
                 f"--objective {self.objective}: {self.device.label} has no energy counter to read"
             )
-        self.peaks = peaks.cached(Load(self.device))
+        load = Load(self.device, monitor)
+        self.driver, self.peaks = load.driver, peaks.cached(load)
 
     def run(self, profiler: Ncu | None) -> None:
         """Tune each target in turn while there is time; what fails is named.
@@ -218,7 +219,7 @@ class Session:
             "op": target.case.op.name,
             "kernel": target.kernel.name,
             "problem": problem.as_dict(),
-            "device": provenance.device_record(self.device, self.peaks),
+            "device": provenance.device_record(self.device, self.driver, self.peaks),
             "default": space.base.as_dict(),
             "objective": self.objective,
             "strategy": name,
