@@ -100,7 +100,10 @@ class BenchOptions:
             for name, value in given.items():
                 if value is not None:
                     raise UsageError(f"--profile-run: nothing is timed: leave out {name}")
-        plan.parse_config(self.config)
+        if self.suite is not None:
+            from jetfire.bench import suite
+
+            suite.check(self)
         check_output("--plot", self.plot, *PLOTS)
         if self.output is not None:
             check_writable(self.output)
@@ -121,14 +124,10 @@ def bench(asked: BenchOptions) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong; results so far are shown and saved.
     """
-    from jetfire.bench import suite
-
     existing = existing_rows(asked)
     request = None
     # Before torch is loaded: all names but a config's fields.
-    if asked.suite is not None:
-        suite.check(asked)
-    else:
+    if asked.suite is None:
         request = plan.parse(
             ops=asked.ops,
             m=asked.m,
@@ -140,6 +139,7 @@ def bench(asked: BenchOptions) -> None:
             settings=asked.settings,
             kernels=asked.kernels,
             peers=asked.peers,
+            config=asked.config,
         )
     device = Device.parse(asked.device)
     from jetfire.bench import profiling
@@ -172,8 +172,8 @@ def _work(asked: BenchOptions, request: Request | None, device: Device) -> list[
     on_gpu = device.kind == "cuda"
     options = Options(
         kernels=asked.kernels or None,
-        peers=plan.kept_peers(asked.peers),
-        config=plan.parse_config(asked.config),
+        peers=request.peers if request else None,
+        config=request.config if request else {},
         data=asked.data,
         seed=asked.seed,
         rounds=asked.rounds or (20 if on_gpu else 7),
@@ -192,7 +192,7 @@ def _measure(work: Sequence[Work], output: Output, profiler: ncu.Ncu | None) -> 
 
     first = work[0][1]
     kind = PromotionRunner if first.schedules else Runner
-    runner = kind(output.device, output.peaks, first, note)
+    runner = kind(output.device, output.peaks, first, note, output.load.monitor)
     with output.kept():
         for case, options in watch(work, lambda item: item[0]):
             rows = runner.measure(case, options)
@@ -255,6 +255,7 @@ class Output:
             UsageError: the rows that there are were measured on another device.
         """
         from jetfire.measure.load import Load
+        from jetfire.measure.nvml import Nvml
         from jetfire.measure.peaks import cached
         from jetfire.measure.provenance import device_record
         from jetfire.report.text import NO_GPU
@@ -263,9 +264,12 @@ class Output:
         self._check_device(existing)
         if device.kind == "cpu":
             note(f"no GPU in use ({device.name}): {NO_GPU}")
-        self.load = Load(device)
+        monitor = Nvml.open(device.torch_device)
+        if device.kind == "cuda" and monitor is None:
+            note("NVML cannot be reached: clock, power and throttling are left out")
+        self.load = Load(device, monitor)
         self.peaks = peaks or cached(self.load, asked.remeasure_peaks)
-        self.record = device_record(device, self.peaks)
+        self.record = device_record(device, self.load.driver, self.peaks)
         self._by_key: dict[str, Row] = {}
         self._saved = time.monotonic()
 

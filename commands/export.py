@@ -50,13 +50,14 @@ def run(
     version: o.Version = False,
 ) -> None:
     """Write a tuned kernel that needs neither Jetfire nor its tools; build and test it."""
-    from jetfire.core.device import capability_of
+    from jetfire.core.device import capability_of, target_device
     from jetfire.export import options
     from jetfire.measure import plan
 
     if folder is None:
         raise UsageError("export: expected -o DIR")
-    asked = o.collect(options.ExportOptions, locals(), capability=capability_of(arch))
+    device = target_device(capability_of(arch))
+    asked = o.collect(options.ExportOptions, locals(), device=device)
     chosen = plan.choose_ops(ops or [])
     if len(chosen) > 1:
         raise UsageError(f"export takes one op, given {', '.join(one.name for one in chosen)}")

@@ -35,7 +35,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     """
     reasons = []
     for kernel in sorted(registry.kernels(op.name).values(), key=lambda k: k.candidate):
-        found = profiles.find(kernel, problem, device)
+        found = profiles.find(op, kernel, problem, device)
         reason = None
         if found.source == "default":
             reason = kernel.legal(problem, found.config, device)
@@ -54,11 +54,11 @@ def _fastest(
     op: Op, problem: Any, device: Device, kernel: Kernel, found: Found
 ) -> tuple[Kernel, Found]:
     """Return the kernel, or where it was tuned for exactly this problem the fastest of these."""
-    if found.entry is None or found != profiles.known(kernel, problem, device):
+    if found.entry is None or found != profiles.known(op, kernel, problem, device):
         return kernel, found
     best = found.entry
     for other in registry.kernels(op.name).values():
-        rival = profiles.known(other, problem, device)
+        rival = profiles.known(op, other, problem, device)
         if rival and rival.entry and rival.entry.gpu == best.gpu and rival.entry.ms < best.ms:
             kernel, found, best = other, rival, rival.entry
     return kernel, found

@@ -315,10 +315,10 @@ def _entries(op: str, device: Device) -> Iterator[tuple[Entry, bool]]:
 
 
 @remembered
-def _tuned(kernel: Kernel, device: Device) -> tuple[Op, list[_Tuned]]:
-    """Return a kernel's op, and its entries for a device."""
-    op, found = registry.get(kernel.op), []
-    for entry, own in _entries(kernel.op, device):
+def _tuned(op: Op, kernel: Kernel, device: Device) -> list[_Tuned]:
+    """Return the entries of a kernel of an op for a device."""
+    found = []
+    for entry, own in _entries(op.name, device):
         if entry.kernel != kernel.name:
             continue
         problem, config = _meant(op.Problem, entry.problem), _meant(kernel.Config, entry.config)
@@ -328,7 +328,7 @@ def _tuned(kernel: Kernel, device: Device) -> tuple[Op, list[_Tuned]]:
         stale = entry.provenance.get("source") != kernel.source_hash()
         where = _sort_of(problem), _kind(op, problem), _place(op, problem)
         found.append(_Tuned(typed, own, config, stale, *where))
-    return op, found
+    return found
 
 
 def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
@@ -340,12 +340,13 @@ def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
     return None if any(isinstance(v, int) and v > LARGEST for v in vars(found).values()) else found
 
 
-def _candidates(kernel: Kernel, problem: Any, device: Device, farthest: float) -> Iterator[Found]:
+def _candidates(
+    op: Op, kernel: Kernel, problem: Any, device: Device, farthest: float
+) -> Iterator[Found]:
     """Yield legal configs, nearest first; those tuned for exactly this problem are `EXACT` away."""
-    op, every = _tuned(kernel, device)
     sort, kind, place = _sort_of(problem), _kind(op, problem), _place(op, problem)
     ranked = []
-    for tuned in every:
+    for tuned in _tuned(op, kernel, device):
         if tuned.sort == sort:
             ranked.append((EXACT, tuned))
         elif tuned.kind == kind:
@@ -361,22 +362,22 @@ def _candidates(kernel: Kernel, problem: Any, device: Device, farthest: float) -
             yield Found(tuned.config, source, tuned.entry, tuned.stale, same)
 
 
-def exact(kernel: Kernel, problem: Any, device: Device) -> Found | None:
+def exact(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found | None:
     """Return the config tuned for exactly this problem but for floats, or None if none is legal."""
-    found = known(kernel, problem, device)
+    found = known(op, kernel, problem, device)
     return found if found and found.source == "tuned" else None
 
 
-def known(kernel: Kernel, problem: Any, device: Device) -> Found | None:
+def known(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found | None:
     """Return what `exact` does, else what was tuned on another device of the architecture.
 
     An H100 has an H200's multiprocessors, and few profiles of its own are shipped for it. The
     source of what is another's is ``nearest``.
     """
-    return next(_candidates(kernel, problem, device, EXACT), None)
+    return next(_candidates(op, kernel, problem, device, EXACT), None)
 
 
-def find(kernel: Kernel, problem: Any, device: Device) -> Found:
+def find(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
     """Return the config tuned for a problem, else for the nearest one, else the kernel's default.
 
     A problem that was tuned on another device of the architecture comes first of the nearest. The
@@ -385,7 +386,7 @@ def find(kernel: Kernel, problem: Any, device: Device) -> Found:
     within `FARTHEST`. Skipped are configs that are illegal for the problem, that this version's
     kernel does not know, or that it expects to be slower than its default.
     """
-    for found in _candidates(kernel, problem, device, FARTHEST):
+    for found in _candidates(op, kernel, problem, device, FARTHEST):
         if found.same_shape or _promising(kernel, problem, found.config, device):
             return found
     return Found(kernel.default(problem, device), "default")
@@ -398,10 +399,10 @@ def _promising(kernel: Kernel, problem: Any, config: Any, device: Device) -> boo
     return expected is None or usual is None or expected <= MODEL_SLACK * usual
 
 
-def nearest(kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:
+def nearest(op: Op, kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:
     """Return the entries nearest to a problem, however far, with legal and different configs."""
     found: dict[Any, Entry] = {}
-    for one in _candidates(kernel, problem, device, math.inf):
+    for one in _candidates(op, kernel, problem, device, math.inf):
         if len(found) == count:
             break
         if one.entry is not None:

@@ -22,7 +22,7 @@ def run(asked: ExportOptions) -> None:
         UsageError, NoDeviceError, WrongResultError: see `plan.make` and `export`.
         RegressionError: it is slower than the workbench's own launch; it is there nonetheless.
     """
-    plan = make(asked.cases, asked.kernel, asked.capability, asked.name)
+    plan = make(asked.cases, asked.kernel, asked.device, asked.name)
     target = asked.target or default_target(plan)
     with broken.compiling(plan.op.name, plan.kernel.name, "sm_{}{}".format(*plan.capability)):
         rows = export(plan, target, asked.folder, check=asked.check)

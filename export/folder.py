@@ -94,9 +94,9 @@ def export(plan: ExportPlan, target_name: str, folder: Path, *, check: bool = Tr
                 shutil.copytree(whole, built)
         if check:
             rows = _check(plan, target_name, built)
-            with core_files.writing(folder):
-                _take(target, built, whole)
         with core_files.writing(folder):
+            if check:
+                _take(target, built, whole)
             for file in (*whole.rglob("*"), whole):
                 core_files.sync(file)
             _place(whole, folder)

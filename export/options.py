@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetfire.core.device import target_device
+from jetfire.core.device import Device
 from jetfire.core.errors import unknown
 from jetfire.core.files import check_new
 from jetfire.export import naming, targets
@@ -15,10 +15,14 @@ from jetfire.measure.plan import Case
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of `jetfire export`; None where one was not given."""
+    """The options of `jetfire export`; None where one was not given.
+
+    Attributes:
+        device: it stands for the architecture, as `target_device` returns it.
+    """
 
     folder: Path
-    capability: tuple[int, int]
+    device: Device
     cases: Sequence[Case] = ()
     kernel: str | None = None
     target: str | None = None
@@ -30,11 +34,9 @@ class ExportOptions:
 
         Raises:
             UsageError: there is no such target, or the name or the folder is taken.
-            NoDeviceError: the architecture is unknown.
         """
         if self.target is not None and self.target not in targets.NAMES:
             raise unknown(f"--target {self.target}", self.target, targets.NAMES)
-        target_device(self.capability)
         if self.name is not None:
             naming.check(self.name)
         check_new("-o", self.folder)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from jetfire.core import profiles, registry
-from jetfire.core.device import Device, target_device
+from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.host import hosts
 from jetfire.core.kernel import Kernel
@@ -60,7 +60,7 @@ class ExportPlan:
         tuned: at least one; all alike but for their sizes.
 
     Raises:
-        UsageError: the name is no identifier.
+        UsageError: the name is none that the function, its library and its package can have.
     """
 
     name: str
@@ -71,8 +71,7 @@ class ExportPlan:
 
     def __post_init__(self) -> None:
         # Generated code has it as it is, so that nothing else may be in a plan.
-        if not (self.name.isascii() and self.name.isidentifier()):
-            raise UsageError(f"--name {self.name}: expected a C identifier")
+        naming.check(self.name)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -138,14 +137,13 @@ class ExportPlan:
         return (json.dumps(self.provenance(), indent=1) + "\n").encode()
 
 
-def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
-    """The profile's config.
+def _tuned(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -> TunedProblem:
+    """Return a problem with the config that a lookup gave.
 
     Raises:
-        UsageError: there is none, or the kernel is not for that device.
+        UsageError: that is no profile's, or the kernel is not for that device.
     """
-    found = profiles.find(kernel, problem, device)
-    if found.source == "default":
+    if found.entry is None:
         reason = kernel.legal(problem, found.config, device)
         raise UsageError(
             f"{op.name}/{kernel.name} on {device.name}: {reason}"
@@ -154,33 +152,36 @@ def _found(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
             f"{command_for(op, problem)} --kernel {kernel.name}"
         )
     report(op, kernel, problem, device, found)
-    return found
+    return TunedProblem(problem, found.config, found.entry)
 
 
 def _fastest(
     op: Op, kernels: Mapping[str, Kernel], problems: Sequence[Any], device: Device
-) -> Kernel:
-    """Return the fastest in all of the kernels that were tuned for all problems.
+) -> tuple[Kernel, list[Found]]:
+    """Return the fastest in all of the kernels tuned for all problems, and what lookups give.
 
     Without one it is the first in the op's order that has configs of near problems, whose times do
     not compare.
     """
     times: dict[str, float] = {}
+    lookups: dict[str, list[Found]] = {}
     for kernel in kernels.values():
         # An export can hold one in CUDA C++ only with its host code.
         if not (isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)):
             continue
-        found = [profiles.find(kernel, problem, device) for problem in problems]
+        found = [profiles.find(op, kernel, problem, device) for problem in problems]
         entries = [f.entry for f in found if f.entry is not None]
         exact = all(f.source == "tuned" for f in found)
         if len(entries) == len(found):
             times[kernel.name] = sum(e.ms for e in entries) if exact else float("inf")
+            lookups[kernel.name] = found
     if not times:
         raise UsageError(
             f"{op.name} on {device.name}: no kernel has a profile for {problems[0]}; tune it: "
             f"{command_for(op, problems[0])}"
         )
-    return kernels[min(times, key=lambda name: times[name])]
+    fastest = min(times, key=lambda name: times[name])
+    return kernels[fastest], lookups[fastest]
 
 
 def _check_exportable(op: Op, kernels: Mapping[str, Kernel]) -> None:
@@ -206,39 +207,39 @@ def _alike(op: Op, problems: Sequence[Any]) -> None:
 
 
 def make(
-    cases: Sequence[Case], kernel_name: str | None, capability: tuple[int, int], name: str | None
+    cases: Sequence[Case], kernel_name: str | None, device: Device, name: str | None
 ) -> ExportPlan:
     """The plan for some problems of one op.
 
     Args:
         kernel_name: None for the one that `_fastest` takes.
+        device: it stands for the architecture, as `target_device` returns it.
         name: of the function; None for one made of the op's.
 
     Raises:
         UsageError: they are problems of several ops or not alike, the kernel is not one of the op's
             for that architecture or was never tuned there, or the name is no C identifier or taken.
-        NoDeviceError: the architecture is unknown.
     """
-    found = list(dict.fromkeys(case.op.name for case in cases))
-    if len(found) != 1:
-        raise UsageError(f"export takes one op, given {', '.join(found)}")
+    names = list(dict.fromkeys(case.op.name for case in cases))
+    if len(names) != 1:
+        raise UsageError(f"export takes one op, given {', '.join(names)}")
     op = cases[0].op
     problems = [case.problem for case in cases]
     _alike(op, problems)
-    device = target_device(capability)
     kernels = registry.kernels(op.name)
     named = None if kernel_name is None else registry.get_kernel(op.name, kernel_name)
     _check_exportable(op, kernels)
-    kernel = named or _fastest(op, kernels, problems, device)
-    if kernel.backend == "cpu":
-        raise UsageError(f"{op.name}/{kernel.name} runs on the CPU: expected a GPU kernel")
-    if kernel.backend == "python":
-        raise UsageError(f"{op.name}/{kernel.name} is a Python call: expected Triton or CUDA C++")
-    name = name or f"jetfire_{op.name}"
-    naming.check(name)
-    tuned = []
-    for problem in problems:
-        choice = _found(op, kernel, problem, device)
-        assert choice.entry is not None
-        tuned.append(TunedProblem(problem, choice.config, choice.entry))
-    return ExportPlan(name, op, kernel, device, tuple(tuned))
+    if named is None:
+        kernel, found = _fastest(op, kernels, problems, device)
+    elif named.backend == "cpu":
+        raise UsageError(f"{op.name}/{named.name} runs on the CPU: expected a GPU kernel")
+    elif named.backend == "python":
+        raise UsageError(f"{op.name}/{named.name} is a Python call: expected Triton or CUDA C++")
+    else:
+        kernel = named
+        found = [profiles.find(op, named, problem, device) for problem in problems]
+    tuned = tuple(
+        _tuned(op, kernel, problem, device, one)
+        for problem, one in zip(problems, found, strict=True)
+    )
+    return ExportPlan(name or f"jetfire_{op.name}", op, kernel, device, tuned)

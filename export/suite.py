@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jetfire.bench import command
-from jetfire.bench import suite as suites
 from jetfire.bench.progress import watch
 from jetfire.core import registry, terminal
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireError, NoDeviceError, UsageError
 from jetfire.core.terminal import note
 from jetfire.export import measure, targets
@@ -30,7 +29,7 @@ from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
 from jetfire.report.text import plural
 
-CAPABILITY = (9, 0)
+SM90 = target_device((9, 0))
 AT_ONCE = 8
 
 
@@ -48,7 +47,7 @@ class Export:
 
     def plan(self) -> ExportPlan:
         """Return its plan; raise UsageError where there is no profile."""
-        return make([Case(registry.get(self.op), self.problem)], self.kernel, CAPABILITY, None)
+        return make([Case(registry.get(self.op), self.problem)], self.kernel, SM90, None)
 
 
 def exports() -> list[Export]:
@@ -129,7 +128,6 @@ def suite(asked: command.BenchOptions) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong; NoDeviceError without a Hopper GPU.
     """
-    suites.check(asked)
     if asked.plot is not None:
         raise UsageError(f"--plot {asked.plot}: exports have no chart: expected -o FILE")
     existing = command.existing_rows(asked)
@@ -137,7 +135,7 @@ def suite(asked: command.BenchOptions) -> None:
     if asked.dry_run:
         terminal.planned([str(one) for one in wanted])
         return
-    if device.capability != CAPABILITY:
+    if device.capability != SM90.capability:
         raise NoDeviceError(
             "--suite export: its kernels are for a GPU of sm_90, this is "
             f"{device.label}; jetfire-export writes and builds them"

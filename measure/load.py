@@ -70,13 +70,13 @@ class Load:
     """A watch of other processes' use of a device, from now on.
 
     Attributes:
-        driver: a GPU's; None for a CPU, and where NVML cannot be reached.
+        monitor: reads a GPU; None for a CPU, and where NVML cannot be reached.
+        driver: the GPU's; None where there is no monitor.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, monitor: Nvml | None) -> None:
+        self.device, self.monitor = device, monitor
         self._began, self._own = _seconds(), _own_seconds()
-        monitor = Nvml.open(device.torch_device)
         self.driver = monitor.driver() if monitor else None
         self._before = _crowd(device, monitor)
 

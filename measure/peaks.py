@@ -139,7 +139,8 @@ def cached(watch: Load, remeasure: bool = False) -> Peaks:
             known, kept = _read(file), file.is_file() or not file.exists()
         found = known.get(key)
         if found is None or remeasure or ("busy" in found and watch.was_quiet):
-            load = Load(watch.device)  # the lock's holder may have kept the device busy till now
+            # The lock's holder may have kept the device busy till now.
+            load = Load(watch.device, watch.monitor)
             found = known[key] = measure(watch.device)
             if busy := load.text():
                 found["busy"] = busy

@@ -42,6 +42,8 @@ class Request:
         workload: a named set of shapes, instead of sizes.
         blocks: block sizes; None is all three where an op has blocks.
         settings: further problem fields, each with the values to try.
+        peers: those to measure; None is all.
+        config: config fields in place of the profile's or the default's.
     """
 
     ops: Sequence[Op]
@@ -50,6 +52,8 @@ class Request:
     workload: str | None = None
     blocks: Sequence[str] | None = None
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    peers: Sequence[str] | None = None
+    config: Mapping[str, str] = field(default_factory=dict)
 
     def on(self, device: Device) -> Request:
         """Return the request with a device's size, or the only op's workload, if it has neither."""
@@ -253,12 +257,14 @@ def parse(
     settings: Sequence[str] = (),
     kernels: Sequence[str] = (),
     peers: Sequence[str] = (),
+    config: Sequence[str] = (),
 ) -> Request:
     """Return what a command's options ask for, which some device could measure.
 
     Args:
         ops: names of ops; ``all`` is every one.
-        kernels, peers: further names, which are checked.
+        kernels: further names, which are checked.
+        config: texts ``field=value``, of which the fields are not checked: that loads kernels.
 
     Raises:
         UsageError: a name, size or value means nothing to any of the ops.
@@ -266,8 +272,8 @@ def parse(
     given = {"m": m, "n": n, "k": k}
     sizes = {dim: parse_sizes(f"--{dim}", ",".join(texts)) for dim, texts in given.items() if texts}
     modes, fields = parse_list(mode), parse_settings("--set", settings)
-    chosen = choose_ops(ops)
-    kept_peers(peers)
+    fixed = parse_config(config)
+    chosen, kept = choose_ops(ops), kept_peers(peers)
     if workload is not None:
         if workload not in workloads.names():
             raise unknown(f"no workload {workload!r}", workload, workloads.names())
@@ -279,7 +285,7 @@ def parse(
     for name in fields:
         if name in ("m", "n", "k", "block", "mode"):
             raise UsageError(f"--set {name}=…: expected --{name}, which sets it")
-    request = Request(chosen, modes, sizes, workload, block or None, fields)
+    request = Request(chosen, modes, sizes, workload, block or None, fields, kept, fixed)
     registry.check_kernels(request.ops, kernels)
     cases(request.sized(EVERYWHERE), lambda note: None)  # which is made again for the device
     return request

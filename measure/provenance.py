@@ -44,8 +44,12 @@ def of(kernel: Kernel, device: Device) -> Provenance:
     }
 
 
-def device_record(device: Device, peaks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `device` of a results file: it, the software, the commit, the time, its peaks."""
+def device_record(device: Device, driver: str | None, peaks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `device` of a results file: it, the software, the commit, the time, its peaks.
+
+    Args:
+        driver: a GPU's; None for a CPU, and where it is not known.
+    """
     now = datetime.datetime.now(datetime.UTC)
     return {
         "name": device.name,
@@ -53,7 +57,7 @@ def device_record(device: Device, peaks: Mapping[str, Any]) -> dict[str, Any]:
         "capability": list(device.capability) if device.capability else None,
         "sms": device.sms,
         "l2_bytes": device.l2_bytes,
-        "driver": driver_of(device),
+        "driver": driver,
         **software(),
         "python": platform.python_version(),
         "jetfire": __version__,

@@ -74,7 +74,7 @@ class Peaks(TypedDict):
 
 
 class DeviceRecord(TypedDict, total=False):
-    """The device of a results file, as `jetfire.bench.command.device_record` makes it."""
+    """The device of a results file, as `jetfire.measure.provenance.device_record` makes it."""
 
     name: Line | None
     kind: Line | None

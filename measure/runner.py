@@ -89,7 +89,7 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
             no_gpu = "Triton's interpreter is no GPU: --kernel triton times it all the same"
             chosen.append(Choice(kernel, None, None, no_gpu, name))
             continue
-        found, configs = _configs(kernel, case.problem, device, options)
+        found, configs = _configs(case, kernel, device, options)
         for config, profile in configs:
             reason = kernel.legal(case.problem, config, device)
             label = f"{name} {config.schedule}" if options.schedules else name
@@ -104,16 +104,16 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
 
 
 def _configs(
-    kernel: Kernel, problem: Any, device: Device, options: Options
+    case: Case, kernel: Kernel, device: Device, options: Options
 ) -> tuple[Found, list[tuple[Any, str | None]]]:
     """Return what profiles have, and the config to measure or one per schedule, with its source."""
-    found = profiles.find(kernel, problem, device)
+    found = profiles.find(case.op, kernel, case.problem, device)
     if options.schedules:
         return found, [
             (found.config, found.source)
             if found.source == "tuned" and found.config.schedule == config.schedule
             else (config, "default")
-            for config in kernel.schedules(problem, device)
+            for config in kernel.schedules(case.problem, device)
         ]
     known = found.config.as_dict()
     given = {name: value for name, value in options.config.items() if name in known}
@@ -243,10 +243,19 @@ def _arch(device: Device) -> str:
 
 
 class Runner:
-    """A runner that measures problems on one device."""
+    """A runner that measures problems on one device.
+
+    Args:
+        monitor: reads clock and power; without one rows have neither.
+    """
 
     def __init__(
-        self, device: Device, peaks: Mapping[str, Any], options: Options, note: Note
+        self,
+        device: Device,
+        peaks: Mapping[str, Any],
+        options: Options,
+        note: Note,
+        monitor: Nvml | None = None,
     ) -> None:
         self.device = device
         self.peaks = peaks
@@ -254,10 +263,8 @@ class Runner:
         self.note = note
         self._noted: set[str] = set()
         self._compiles = 0
-        self.monitor = Nvml.open(device.torch_device)
+        self.monitor = monitor
         self.guard = Guard(device)
-        if device.kind == "cuda" and self.monitor is None:
-            note("NVML cannot be reached: clock, power and throttling are left out")
 
     def _note_once(self, text: str) -> None:
         """Make a note once, where it holds for many problems alike."""

@@ -21,6 +21,7 @@ from jetfire.core.launch import choose
 from jetfire.core.op import Op
 from jetfire.core.terminal import note
 from jetfire.measure.load import Load
+from jetfire.measure.nvml import Nvml
 from jetfire.measure.peaks import cached
 from jetfire.measure.plan import Case
 from jetfire.measure.runner import Options, Runner
@@ -78,7 +79,7 @@ class Shipped:
     def _tuned(self, op: Op, problem: Any) -> Time | None:
         """Return what the fastest of the tuned kernels took when they were tuned."""
         kernels = registry.kernels(op.name).values()
-        found = (profiles.exact(kernel, problem, self.device) for kernel in kernels)
+        found = (profiles.exact(op, kernel, problem, self.device) for kernel in kernels)
         entries = [one.entry for one in found if one is not None and one.entry is not None]
         best = min(entries, key=lambda entry: entry.ms, default=None)
         if best is None:
@@ -101,7 +102,8 @@ class Measured:
     def __init__(self, device: Device, seed: int, debug: bool) -> None:
         self.device, self.source = device, f"measured on {device.name}"
         self.options = Options(peers=(BF16, *FP8), rounds=_ROUNDS, seed=seed, debug=debug)
-        self.runner = Runner(device, cached(Load(device)), self.options, note)
+        load = Load(device, Nvml.open(device.torch_device))
+        self.runner = Runner(device, cached(load), self.options, note, load.monitor)
         self._known: dict[tuple[str, Any], Time | None] = {}
 
     def measure(self, problems: Iterable[tuple[Op, Any]]) -> None:

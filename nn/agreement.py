@@ -58,7 +58,7 @@ def _launch(call: Planned) -> _Launch:
 
 
 def _digest(call: Planned) -> str | None:
-    found = profiles.exact(call.kernel, call.problem, call.device)
+    found = profiles.exact(call.op, call.kernel, call.problem, call.device)
     if found is None or found.stale or found.config != call.config or found.entry is None:
         return None
     same = found.entry.problem == call.problem.as_dict()  # an eps or a decay too

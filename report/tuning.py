@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core import files
 from jetfire.report import counters, page
 from jetfire.report.page import PageChart
 from jetfire.report.table import Table
@@ -19,19 +17,14 @@ TEMPLATE = "tuning.html.j2"
 Pairs = list[tuple[str, str]]
 
 
-def write(digests: Sequence[Digest], file: Path) -> None:
-    """Write the report of studies: of several a table, then a section each.
+def render(digests: Sequence[Digest]) -> str:
+    """Return the report of studies as HTML: of several a table, then a section each.
 
-    The same studies give the same bytes. The file is there whole or not at all.
+    The same studies give the same text.
 
     Raises:
-        UsageError: the file cannot be written, or Plotly is missing.
+        UsageError: Plotly is missing.
     """
-    files.write(file, render(digests))
-
-
-def render(digests: Sequence[Digest]) -> str:
-    """Return the page's HTML."""
     gains = [digest.gain for digest in digests if digest.gain]
     of = f"over {len(gains)} of {plural(len(digests), 'study', 'studies')}"
     return page.render(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import peaks, peers, runner
+from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
 from jetfire.measure.runner import Options, Runner
@@ -159,6 +161,21 @@ def test_a_wrong_kernel_exits_3(with_kernels, monkeypatch, capsys):
     assert "WRONG" in captured.out
     assert "right" in captured.out
     assert captured.err.splitlines()[-1].startswith("jetfire: 1 of 4 rows is wrong: c: 1 elem")
+
+
+def test_what_reads_a_gpu_is_opened_once_and_reaches_the_measuring(monkeypatch):
+    monitor, opened, found = SimpleNamespace(driver=lambda: "1"), [], []
+
+    def measure(self, case, options):
+        found.append(self.monitor)
+        return [Row("gemm", "torch", "kernel", case.problem.as_dict(), ok=True, ms=1.0)]
+
+    monkeypatch.setattr(Nvml, "open", lambda device: opened.append(device.type) or monitor)
+    monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
+    monkeypatch.setattr(Runner, "measure", measure)
+    assert execute("bench", ["gemm", "--m", "33", "--block", "32", "--device", "cpu"]) == 0
+    assert opened == ["cpu"]
+    assert found == [monitor]
 
 
 def test_what_is_asked_for_reaches_the_measuring(monkeypatch):

@@ -24,6 +24,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 import jetfire
 from jetfire.cli import execute
+from jetfire.core import files
 from jetfire.gpt2.training import curves, log
 from jetfire.report import plot, tuned, tuning
 from jetfire.tests import (
@@ -133,7 +134,7 @@ def place(browser, tmp_path_factory):
 
 
 def write(file, *studies):
-    tuning.write([Digest.of(study) for study in studies], file)
+    files.write(file, tuning.render([Digest.of(study) for study in studies]))
 
 
 def searches():

@@ -209,7 +209,7 @@ def failing(name):
     """A compiled library that takes no sizes."""
     op = registry.get("dequantize")
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
-    plan = make([Case(op, problem)], "triton", (9, 0), name)
+    plan = make([Case(op, problem)], "triton", target_device((9, 0)), name)
     arguments = ", ".join(parameters(plan, workspace=False))
     code = f'#include "{name}.h"\nint {name}({arguments}) {{ return {name.upper()}_BAD_SIZE; }}\n'
     code += f'const char* {name}_error(int code) {{ return code ? "bad" : "good"; }}\n'
@@ -298,7 +298,7 @@ def dequantize(tmp_path_factory):
     """A folder with a self-test of equal bits and one with a tolerance."""
     op = registry.get("dequantize")
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
-    plan = make([Case(op, problem)], "triton", (9, 0), None)
+    plan = make([Case(op, problem)], "triton", target_device((9, 0)), None)
     head = header(plan, workspace=False, any_size=True, contract=())
     files = {
         "jetfire_dequantize.h": head,
@@ -321,7 +321,7 @@ def dequantize(tmp_path_factory):
 def test_a_sample_asks_for_equal_bits_only_of_what_has_them_everywhere(shipped, op_name, tolerance):
     op = registry.get(op_name)
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
-    sample = samples.record(make([Case(op, problem)], "triton", (9, 0), None))
+    sample = samples.record(make([Case(op, problem)], "triton", target_device((9, 0)), None))
     assert {name: sample.tolerance[name] for name in tolerance} == tolerance
 
 
@@ -416,7 +416,7 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path))
     profiles.forget()
     profiles.save(tmp_path, device, registry.get("gemm"), entries)
-    plan = make([Case(op, problem) for problem in problems], None, (9, 0), None)
+    plan = make([Case(op, problem) for problem in problems], None, target_device((9, 0)), None)
     profiles.forget()
     assert plan.kernel.name == taken
     assert [one.entry.ms for one in plan.tuned] == list(times[taken])
@@ -426,7 +426,8 @@ def test_of_kernels_that_were_tuned_the_fastest_in_all_is_taken(
 def test_a_faster_kernel_that_has_no_form_is_left_out(forms, taken, monkeypatch):
     op = registry.get("gelu")
     monkeypatch.setattr("jetfire.export.plan.hosts", lambda op: forms)
-    assert make([Case(op, op.Problem(8192, 4096))], None, (9, 0), None).kernel.name == taken
+    plan = make([Case(op, op.Problem(8192, 4096))], None, target_device((9, 0)), None)
+    assert plan.kernel.name == taken
 
 
 def test_a_target_is_part_of_what_a_row_measures(tmp_path):
@@ -619,7 +620,7 @@ def exports():
 
 
 on_hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != suite.CAPABILITY,
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != suite.SM90.capability,
     reason="needs a Hopper GPU",
 )
 

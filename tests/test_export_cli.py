@@ -11,6 +11,7 @@ import pytest
 import jetfire
 from jetfire.cli import execute
 from jetfire.core import files
+from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.export import command, cuda, embedded, measure, naming, render, targets
 from jetfire.export.library import Library, header
@@ -464,5 +465,5 @@ def test_no_export_is_called_as_what_its_own_files_define():
 
 def test_a_target_is_refused_by_the_function_too(tmp_path):
     with pytest.raises(UsageError, match=r"^--target nope: expected"):
-        command.run(ExportOptions(tmp_path / "out", (9, 0), target="nope"))
+        command.run(ExportOptions(tmp_path / "out", target_device((9, 0)), target="nope"))
     assert not (tmp_path / "out").exists()

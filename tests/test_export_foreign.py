@@ -15,6 +15,7 @@ from markdown_it import MarkdownIt
 
 from jetfire.cli import execute
 from jetfire.core import profiles, registry
+from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
 from jetfire.export import cuda, samples, targets
 from jetfire.export import plan as plans
@@ -82,7 +83,7 @@ def plan():
         patch.setattr(profiles, "SHIPPED", SHIPPED)
         profiles.forget()
         with warnings.catch_warnings(action="ignore"):  # one size is not tuned, which is told once
-            made = plans.make(cases, "wgmma", (9, 0), None)
+            made = plans.make(cases, "wgmma", target_device((9, 0)), None)
     profiles.forget()
     return made
 

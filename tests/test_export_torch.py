@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.cpp_extension import include_paths
 
 from jetfire.core import registry
+from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
 from jetfire.export import plan as plans
 from jetfire.export import samples, targets
@@ -30,7 +31,7 @@ from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import operators
 from jetfire.measure.plan import Case
 
-SM90 = (9, 0)
+SM90 = target_device((9, 0))
 # One of each kind: sizes read off shapes, off none, updated tensors, many of them, one output.
 PROBLEMS = {
     "gemm": {"m": 4096, "n": 4096, "k": 4096, "block": 128},

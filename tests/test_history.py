@@ -303,7 +303,7 @@ def test_results_say_what_commit_they_are_of(repository, monkeypatch):
     assert checkout.measured([folder / "kernel.py"]) == commits[-1]
     monkeypatch.setattr(checkout, "_ROOT", folder / "nothing")
     monkeypatch.chdir(folder)
-    record = device_record(Device.parse("cpu"), {})
+    record = device_record(Device.parse("cpu"), None, {})
     assert record["commit"] == commits[-1]
     assert record["time"].startswith(record["date"])
     before = (folder / "kernel.py").read_text()

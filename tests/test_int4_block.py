@@ -476,7 +476,7 @@ def steps_of(graphed, dropout, device):
     sizes = {"layers": 2, "heads": 2, "width": 64, "context": 32, "dropout": dropout}
     settings = make("tiny", {**sizes, "recipe": "int4-hq", "rate": 1e-2})
     torch.manual_seed(0)
-    model = model_of(settings.shape(90), settings.precision()).to(device)
+    model = model_of(settings.shape(90), settings.precision).to(device)
     step = Step(model, settings, device)
     step.set_rate(1e-2)
     run = graphed_step(step) if graphed else step

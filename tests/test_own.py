@@ -351,7 +351,7 @@ def test_cuda_in_a_file_is_exported_as_compiled_code(example, here):
 
     op, _ = example("row_norm")
     tuned_on_an_h200(op.name)
-    plan = make([Case(op, op.Problem(48, 70))], None, (9, 0), None)
+    plan = make([Case(op, op.Problem(48, 70))], None, target_device((9, 0)), None)
     files = folder.contents(plan, folder.default_target(plan), check=False)
     code = files["jetfire_row_norm.c"].decode()
     assert "{ROW_NORM_KERNEL, {48, 1, 1}, 4, ARGUMENTS_1}" in code

@@ -165,7 +165,7 @@ def made(monkeypatch, settings, vocabulary):
     for kind in (PythonKernel, IntMm):
         monkeypatch.setattr(kind, "launch", zeros)
     torch.manual_seed(0)
-    model = model_of(settings.shape(vocabulary), settings.precision())
+    model = model_of(settings.shape(vocabulary), settings.precision)
     step = Step(model, settings, CPU)
     size = (settings.accumulate, 2, settings.batch, settings.context)
     micros = [(ids, targets) for ids, targets in torch.randint(vocabulary, size)]
@@ -181,7 +181,7 @@ def sizes_of(settings, vocabulary):
 
 def counted(settings, vocabulary):
     """What the model and a micro-batch hold."""
-    return memory.held_by(settings, settings.shape(vocabulary), settings.precision())
+    return memory.held_by(settings, settings.shape(vocabulary), settings.precision)
 
 
 @pytest.mark.parametrize("optimizer", MOMENT_BITS)
@@ -224,7 +224,7 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     moments = memory._moments(expected, whole, settings.accumulate > 1)
     found = max(math.fsum(parts.values()) for _, parts in moments)
     found += expected.remade  # and not seen as they stood
-    own_head = recipe != "bf16" and settings.precision().head is None and vocabulary > 64
+    own_head = recipe != "bf16" and settings.precision.head is None and vocabulary > 64
     on_cpu = 2 * settings.shape(vocabulary).rows * settings.width if own_head else 0
     assert found + on_cpu == pytest.approx(held.peak, rel=0.02)
 

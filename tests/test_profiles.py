@@ -290,14 +290,14 @@ def test_a_broken_file_is_named_once_and_skipped(toy, kind):
     file.write_text(broken)
     profiles.forget()
     sought = []
-    told = warned(lambda: sought.extend(find(toy, gemm(m), H200).source for m in (64, 8)))
+    told = warned(lambda: sought.extend(find(GEMM, toy, gemm(m), H200).source for m in (64, 8)))
     assert sought == ["default", "default"]
     assert len(told) == 1
     assert re.search(rf"profile {file} skipped: .*{reason}", told[0])
     with pytest.warns(JetfireWarning, match=r"kept as gemm.json.old"):
         save(entry(gemm()))
     assert file.with_name("gemm.json.old").read_text() == broken
-    assert find(toy, gemm(), H200).source == "tuned"
+    assert find(GEMM, toy, gemm(), H200).source == "tuned"
 
 
 def test_what_was_kept_before_is_not_overwritten():
@@ -320,7 +320,7 @@ def test_problems_of_other_types_have_an_order():
 def test_a_default_that_failed_has_no_time(toy, capsys):
     file = save(entry(gemm(), default_ms=None))
     assert [(e.default_ms, e.gain) for e in profiles.read(file)] == [(None, None)]
-    assert find(toy, gemm(), H200).source == "tuned"
+    assert find(GEMM, toy, gemm(), H200).source == "tuned"
     show([], None)
     assert "1.00 ms" in (text := capsys.readouterr().out)
     assert "×" not in text.replace("64×64×64", "").replace("× peer", "").replace("1.25×", "")
@@ -332,7 +332,7 @@ def test_a_default_that_failed_has_no_time(toy, capsys):
 def test_a_folder_that_cannot_be_read_is_skipped(toy, folder):
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("no folder")
-    assert find(toy, gemm(), H200).source == "default"
+    assert find(GEMM, toy, gemm(), H200).source == "default"
 
 
 # Lookup.
@@ -340,44 +340,45 @@ def test_a_folder_that_cannot_be_read_is_skipped(toy, folder):
 
 def test_what_was_tuned_is_found(toy):
     save(entry(gemm(), tile=8))
-    found = find(toy, gemm(), H200)
+    found = find(GEMM, toy, gemm(), H200)
     assert (found.config, found.source, found.stale) == (ToyConfig(8), "tuned", False)
     assert found.entry == entry(gemm(), tile=8)
-    assert find(toy, gemm(), CPU).source == "default"
-    assert find(Toy("other"), gemm(), H200).source == "default"
+    assert find(GEMM, toy, gemm(), CPU).source == "default"
+    assert find(GEMM, Toy("other"), gemm(), H200).source == "default"
 
 
 def test_the_users_come_before_those_shipped(toy):
     save(entry(gemm(), tile=2), entry(gemm(96), tile=2), folder=profiles.SHIPPED)
-    assert find(toy, gemm(), H200).config.tile == 2
+    assert find(GEMM, toy, gemm(), H200).config.tile == 2
     save(entry(gemm(), tile=4))
-    assert find(toy, gemm(), H200).config.tile == 4
+    assert find(GEMM, toy, gemm(), H200).config.tile == 4
     save(entry(gemm(128), tile=8))
-    assert find(toy, gemm(96), H200).source == "tuned"  # exact in shipped, before near in user
-    assert find(toy, gemm(120), H200).config.tile == 8
-    assert find(toy, gemm(97), H200).config.tile == 2  # nearest of both together
+    # Exact in shipped, before near in user.
+    assert find(GEMM, toy, gemm(96), H200).source == "tuned"
+    assert find(GEMM, toy, gemm(120), H200).config.tile == 8
+    assert find(GEMM, toy, gemm(97), H200).config.tile == 2  # nearest of both together
     save(entry(gemm(), tile=1024))
-    found = find(toy, gemm(), H200)
+    found = find(GEMM, toy, gemm(), H200)
     assert (found.config.tile, found.source) == (2, "tuned")  # the user's is illegal
 
 
 def test_a_changed_source_is_stale_and_used(toy):
     save(entry(gemm(), tile=4, source="ffffffffffff"))
-    found = find(toy, gemm(), H200)
+    found = find(GEMM, toy, gemm(), H200)
     assert (found.config.tile, found.source, found.stale) == (4, "tuned", True)
-    assert find(toy, gemm(80), H200).stale
+    assert find(GEMM, toy, gemm(80), H200).stale
 
 
 @pytest.mark.parametrize("config", [{"tile": 0}, {"size": 3}, {"tile": 999}])
 def test_a_config_that_the_kernel_no_longer_takes_is_passed_over(toy, config):
     save(entry(gemm(), config=config), entry(gemm(256), tile=4))
-    found = find(toy, gemm(), H200)
+    found = find(GEMM, toy, gemm(), H200)
     assert (found.config.tile, found.source) == (4, "nearest")
 
 
 def test_a_problem_of_another_version_is_passed_over(toy):
     save(dataclasses.replace(entry(gemm()), problem={"m": 64, "rows": 3}), entry(gemm(), tile=8))
-    assert find(toy, gemm(), H200).config.tile == 8
+    assert find(GEMM, toy, gemm(), H200).config.tile == 8
 
 
 def test_the_nearest_is_of_the_same_block_and_output(toy):
@@ -386,9 +387,9 @@ def test_the_nearest_is_of_the_same_block_and_output(toy):
         entry(gemm(64, out="fp32"), tile=8),
         entry(gemm(128), tile=4),
     )
-    found = find(toy, gemm(65), H200)
+    found = find(GEMM, toy, gemm(65), H200)
     assert (found.config.tile, found.source) == (4, "nearest")
-    assert find(toy, gemm(65, block=128), H200).source == "default"
+    assert find(GEMM, toy, gemm(65, block=128), H200).source == "default"
 
 
 def test_a_pair_of_blocks_has_its_own(toy):
@@ -399,11 +400,11 @@ def test_a_pair_of_blocks_has_its_own(toy):
     assert [kept.problem for kept in profiles.read(file)] == [same.as_dict(), pair.as_dict()]
     for m, source in ((64, "tuned"), (65, "nearest")):
         for problem, tile in ((same, 8), (pair, 4)):
-            found = find(toy, dataclasses.replace(problem, m=m), H200)
+            found = find(GEMM, toy, dataclasses.replace(problem, m=m), H200)
             assert (found.config.tile, found.source) == (tile, source)
     for more in ({"out_block": 64}, {"block": 64, "out_block": 32}, {"block": 32}):
         other = gemm(**{"block": 128, "out": "int8", **more})
-        assert find(toy, other, H200).source == "default"
+        assert find(GEMM, toy, other, H200).source == "default"
     assert profiles._place(GEMM, same) == profiles._place(GEMM, pair)
     missed = warned(lambda: choose(GEMM, gemm(block=64, out="int8", out_block=128), H200))
     assert "no profile for m=64 n=64 k=64 block=64 out_block=128 on NVIDIA H200" in missed[0]
@@ -433,19 +434,19 @@ def test_a_field_that_matters_less_is_a_distance():
 
 def test_a_profile_is_for_any_floats(toy):
     """An eps decides what is computed, not how long it takes."""
-    toy.op = "layernorm"
+    toy.op, op = "layernorm", registry.get("layernorm")
 
     def keep(problem, tile):
         folder = profiles.user_folder()
-        return profiles.save(folder, H200, registry.get("layernorm"), [entry(problem, tile=tile)])
+        return profiles.save(folder, H200, op, [entry(problem, tile=tile)])
 
     def norm(**fields):
-        return registry.get("layernorm").Problem(64, 64, **fields)
+        return op.Problem(64, 64, **fields)
 
     keep(norm(eps=1e-5), 4)
-    found = find(toy, norm(eps=1e-6), H200)
+    found = find(op, toy, norm(eps=1e-6), H200)
     assert (found.config.tile, found.source) == (4, "tuned")
-    assert find(toy, norm(eps=1e-5, layout="both"), H200).source == "nearest"
+    assert find(op, toy, norm(eps=1e-5, layout="both"), H200).source == "nearest"
     file = keep(norm(eps=1e-6), 8)  # in the other's place
     assert [kept.config for kept in profiles.read(file)] == [{"tile": 8}]
 
@@ -453,9 +454,9 @@ def test_a_profile_is_for_any_floats(toy):
 def test_what_is_too_far_is_not_used(toy):
     save(entry(gemm(64), tile=8))
     factor = 2**profiles.FARTHEST
-    assert find(toy, gemm(int(64 * factor)), H200).source == "nearest"
-    assert find(toy, gemm(int(64 * factor) + 1), H200).source == "default"
-    assert len(profiles.nearest(toy, gemm(64 * 1000), H200, 3)) == 1
+    assert find(GEMM, toy, gemm(int(64 * factor)), H200).source == "nearest"
+    assert find(GEMM, toy, gemm(int(64 * factor) + 1), H200).source == "default"
+    assert len(profiles.nearest(GEMM, toy, gemm(64 * 1000), H200, 3)) == 1
 
 
 H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
@@ -470,20 +471,21 @@ def save_for(device, *entries):
 
 def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
     save(entry(gemm(), tile=8), entry(gemm(90), tile=2))
-    found = find(toy, gemm(), H100)
+    found = find(GEMM, toy, gemm(), H100)
     assert (found.config.tile, found.source, found.entry.gpu) == (8, "nearest", "NVIDIA H200")
-    assert profiles.exact(toy, gemm(), H100) is None  # no time of the H200's is the H100's
-    assert find(toy, gemm(), A100).source == "default"
+    assert profiles.exact(GEMM, toy, gemm(), H100) is None  # no time of the H200's is the H100's
+    assert find(GEMM, toy, gemm(), A100).source == "default"
     save_for(H100, entry(gemm(90), tile=4))
-    assert find(toy, gemm(90), H100).source == "tuned"
-    assert find(toy, gemm(), H100).config.tile == 8  # the very problem, before a near one
-    assert find(toy, gemm(), H200).source == "tuned"
+    assert find(GEMM, toy, gemm(90), H100).source == "tuned"
+    assert find(GEMM, toy, gemm(), H100).config.tile == 8  # the very problem, before a near one
+    assert find(GEMM, toy, gemm(), H200).source == "tuned"
     # Another device counts as another field that differs.
-    assert find(toy, gemm(88), H100).config.tile == 4
-    assert find(toy, gemm(66), H100).config.tile == 4
+    assert find(GEMM, toy, gemm(88), H100).config.tile == 4
+    assert find(GEMM, toy, gemm(66), H100).config.tile == 4
     save_for(H100, entry(gemm(90 * 8), tile=1))
-    assert find(toy, gemm(64, bias=True), H100).config.tile == 4
-    assert [e.config["tile"] for e in profiles.nearest(toy, gemm(64), H100, 4)] == [8, 4, 2, 1]
+    assert find(GEMM, toy, gemm(64, bias=True), H100).config.tile == 4
+    near = profiles.nearest(GEMM, toy, gemm(64), H100, 4)
+    assert [e.config["tile"] for e in near] == [8, 4, 2, 1]
 
 
 def test_kernels_of_another_device_compare_among_each_other(toy, monkeypatch):
@@ -509,24 +511,24 @@ def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(to
     save(entry(gemm(64), tile=8), entry(gemm(70), tile=4), entry(gemm(80), tile=2))
     expected = {1: 10.0, 8: 10.0 * profiles.MODEL_SLACK + 0.1, 4: None, 2: 9.0}
     monkeypatch.setattr(toy, "estimate", lambda problem, config, device: expected[config.tile])
-    assert find(toy, gemm(65), H200).config.tile == 4  # of which it has no opinion
+    assert find(GEMM, toy, gemm(65), H200).config.tile == 4  # of which it has no opinion
     expected[4] = 11.0
-    assert find(toy, gemm(65), H200).config.tile == 2
+    assert find(GEMM, toy, gemm(65), H200).config.tile == 2
     expected[2] = 11.0
-    assert find(toy, gemm(65), H200).source == "default"
+    assert find(GEMM, toy, gemm(65), H200).source == "default"
     # What was measured at the very shape is not doubted.
-    assert find(toy, gemm(64, bias=True), H200).config.tile == 8
-    assert find(toy, gemm(64), H200).source == "tuned"
+    assert find(GEMM, toy, gemm(64, bias=True), H200).config.tile == 8
+    assert find(GEMM, toy, gemm(64), H200).source == "tuned"
 
 
 def test_the_nearest_for_a_tuner_are_legal_and_differ(toy):
     save(
         *(entry(gemm(m), tile=tile) for m, tile in ((64, 2), (65, 2), (70, 4), (80, 1000), (90, 8)))
     )
-    found = profiles.nearest(toy, gemm(64), H200, 3)
+    found = profiles.nearest(GEMM, toy, gemm(64), H200, 3)
     assert [e.config["tile"] for e in found] == [2, 4, 8]
-    assert len(profiles.nearest(toy, gemm(64), H200, 2)) == 2
-    assert profiles.nearest(toy, gemm(64), H200, 0) == []
+    assert len(profiles.nearest(GEMM, toy, gemm(64), H200, 2)) == 2
+    assert profiles.nearest(GEMM, toy, gemm(64), H200, 0) == []
 
 
 sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 64)))
@@ -549,8 +551,8 @@ def test_nothing_legal_is_nearer(tuned, wanted):
         for problem, tile in tuned
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "_tuned", lambda *_: (GEMM, every))
-        found = find(kernel, wanted, H200)
+        patch.setattr(profiles, "_tuned", lambda *_: every)
+        found = find(GEMM, kernel, wanted, H200)
 
     def distance(problem):
         return math.hypot(*(math.log2(getattr(problem, d) / getattr(wanted, d)) for d in "mnk"))
@@ -569,8 +571,8 @@ def test_nothing_legal_is_nearer(tuned, wanted):
 
 def test_an_architecture_has_the_profiles_of_its_devices(toy):
     save(entry(gemm(), tile=4))
-    assert find(toy, gemm(), target_device((9, 0))).config.tile == 4
-    assert find(toy, gemm(), target_device((8, 0))).source == "default"
+    assert find(GEMM, toy, gemm(), target_device((9, 0))).config.tile == 4
+    assert find(GEMM, toy, gemm(), target_device((8, 0))).source == "default"
 
 
 def gpt2_350m(*token_counts):
@@ -602,10 +604,10 @@ def lookups(monkeypatch):
     save(*entries)
     wanted = gpt2_350m(8192, 8000, 4096, 2048)[:25]
     assert len(wanted) == 25
-    find(gluon, wanted[0], H200)
+    find(GEMM, gluon, wanted[0], H200)
     monkeypatch.setattr(schema, "load", None)  # nothing is read from here on
 
-    return lambda: [find(gluon, problem, H200).source for problem in wanted]
+    return lambda: [find(GEMM, gluon, problem, H200).source for problem in wanted]
 
 
 def test_lookups_after_the_first_read_nothing(lookups):

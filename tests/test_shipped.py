@@ -80,7 +80,7 @@ def test_every_problem_has_a_profile_of_the_kernel_that_runs_it(entries):
         warnings.simplefilter("ignore", JetfireWarning)
         for case in problems.cases():
             kernel, config = choose(case.op, case.problem, H200)
-            found = profiles.exact(kernel, case.problem, H200)
+            found = profiles.exact(case.op, kernel, case.problem, H200)
             known = found is not None and found.config == config
             if known == case.op.untuned:
                 missing.append(f"{case.op.name}/{kernel.name} {case.problem}")
@@ -98,8 +98,8 @@ def test_every_problem_has_a_profile_of_the_kernel_that_runs_it(entries):
 def test_a_tile_is_not_taken_for_another_rounding_or_layout_that_it_was_slow_for(
     shipped, op, field, value
 ):
-    kernel, problem = registry.get_kernel(op, "triton"), registry.get(op).Problem
-    tuned = problem(m=8192, n=4096)
-    assert profiles.find(kernel, tuned, H200).source == "tuned"
+    of, kernel = registry.get(op), registry.get_kernel(op, "triton")
+    tuned = of.Problem(m=8192, n=4096)
+    assert profiles.find(of, kernel, tuned, H200).source == "tuned"
     other = dataclasses.replace(tuned, **{field: value})
-    assert profiles.find(kernel, other, H200).source == "default"
+    assert profiles.find(of, kernel, other, H200).source == "default"

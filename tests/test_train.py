@@ -252,7 +252,7 @@ def test_a_head_as_earlier_checkpoints_had_it(recipe, head):
     before = settings_of(recipe=recipe).as_dict()
     del before["head"]
     assert resumed(before, {}, "run").head == head
-    assert resumed(before, {}, "run").precision().head is None
+    assert resumed(before, {}, "run").precision.head is None
 
 
 def test_several_processes_steps_are_captured_only_split():

@@ -568,7 +568,7 @@ def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
 def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
     steps = tmp_path / "checkpoints"
     (steps / ".step-00000008.x1y2.part" / "old").mkdir(parents=True)
-    checkpoint.tidy(tmp_path)
+    checkpoint.clean(tmp_path)
     assert os.listdir(steps) == ["step-00000008"]
 
 

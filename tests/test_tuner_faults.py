@@ -36,6 +36,7 @@ from jetfire.core.device import Device  # noqa: E402
 from jetfire.core.errors import WrongResultError  # noqa: E402
 from jetfire.core.processes import Worker  # noqa: E402
 from jetfire.tests import forked  # noqa: E402
+from jetfire.tuner import command  # noqa: E402
 from jetfire.tuner import device as device_module  # noqa: E402
 from jetfire.tuner import session as session_module  # noqa: E402
 from jetfire.tuner import worker as workers_module  # noqa: E402
@@ -780,7 +781,7 @@ runners = []
 
 @pytest.mark.parametrize("budget", [6, 20, 60])
 def test_a_budget_is_kept(capsys, tmp_path, journal, monkeypatch, budget):
-    monkeypatch.setattr(session_module, "DeviceRunner", Virtual)
+    monkeypatch.setattr(command, "DeviceRunner", Virtual)
     code, _, errors = tune(
         capsys,
         "--space=fault=none,hang",
@@ -813,7 +814,7 @@ class Leaving(Virtual):
 
 
 def test_trials_of_a_search_that_was_cut_short_are_recorded(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(session_module, "DeviceRunner", Leaving)
+    monkeypatch.setattr(command, "DeviceRunner", Leaving)
     file = tmp_path / "recorded.json"
     code, _, errors = tune(capsys, "--space=fault=none", "--record", file)
     assert code == 1, errors[-3:]

@@ -28,7 +28,7 @@ from jetfire.core.errors import UsageError  # noqa: E402
 from jetfire.core.files import Unwritable  # noqa: E402
 from jetfire.measure import provenance  # noqa: E402
 from jetfire.tests.hostile import ESC, MARKUP, damaged, errors_kept, few, mutated  # noqa: E402
-from jetfire.tuner import digest, session  # noqa: E402
+from jetfire.tuner import command, digest, session  # noqa: E402
 from jetfire.tuner.recording import Recording, ReplayRunner  # noqa: E402
 from jetfire.tuner.trial import Measurement  # noqa: E402
 
@@ -78,7 +78,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
     monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
     monkeypatch.setitem(registry.kernels("transpose"), "faulty", faulty.KERNEL)
-    monkeypatch.setattr(session, "DeviceRunner", Runner)
+    monkeypatch.setattr(command, "DeviceRunner", Runner)
     profiles.forget()
     yield tmp_path
     profiles.forget()
@@ -121,7 +121,7 @@ def good(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_PROFILES", str(folder / "profiles"))
         patch.setitem(registry.kernels("transpose"), "faulty", faulty.KERNEL)
-        patch.setattr(session, "DeviceRunner", Runner)
+        patch.setattr(command, "DeviceRunner", Runner)
         assert cli.execute("tune", [*EIGHT, "--storage", str(folder / "s.journal")]) == 0
     profiles.forget()
     return [json.loads(line) for line in (folder / "s.journal").read_text().splitlines()]
@@ -503,8 +503,9 @@ def test_an_odd_entry_spoils_nothing(capsys, tmp_path, kind):
         assert code == 0
         assert out or "nothing to tune" in errors[0]
         assert not any("skipped" in line for line in errors)
-    other = registry.get("transpose").Problem(64, 32, block=32)
-    assert profiles.find(faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
+    op = registry.get("transpose")
+    other = op.Problem(64, 32, block=32)
+    assert profiles.find(op, faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
     code, _, errors = run(capsys, *EIGHT)
     assert code == 0, errors
 

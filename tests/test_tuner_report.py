@@ -12,6 +12,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 
+from jetfire.core import files
 from jetfire.core.errors import UsageError
 
 pytest.importorskip("plotly", reason="the report is drawn by plotly")
@@ -156,7 +157,7 @@ class Page(HTMLParser):
 
 
 def write(studies, file):
-    tuning.write([Digest.of(study) for study in studies], file)
+    files.write(file, tuning.render([Digest.of(study) for study in studies]))
 
 
 def page_of(*studies):

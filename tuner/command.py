@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jetfire.core import profiles, registry, terminal
+from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.files import write
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
 from jetfire.measure.ncu import Ncu
 from jetfire.measure.plan import Case
 from jetfire.report.text import plural, significant
 from jetfire.tuner import display, unseen
+from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
 from jetfire.tuner.recording import Recording, replayed
@@ -51,13 +53,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         raise kind(f"no kernel to tune for these problems on {device.label}: {why}")
     if not asked.missing:
         return tunable
-    return [
-        target
-        for target in tunable
-        if not is_current(
-            profiles.find(target.kernel, target.case.problem, device), asked.objective
-        )
-    ]
+    return [target for target in tunable if not is_current(target.found(device), asked.objective)]
 
 
 def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> SearchTarget | str:
@@ -111,10 +107,9 @@ def tune(asked: TuneOptions) -> None:
         return
     profiler = None if asked.profile is None else Ncu.begun(first)
     with _terminated_as_interrupted(), SearchDisplay(asked.objective, len(work)) as shown:
-        session = Session(asked, devices, work, shown)
-        session.run()
-        if profiler is not None:
-            session.count(profiler)
+        runner = DeviceRunner(devices, asked.trial_s)
+        session = Session(asked, first, runner, work, shown)
+        session.run(profiler)
     if session.tuned:
         display.show(session.tuned, first, asked.format)
     if session.counted:
@@ -147,18 +142,13 @@ def _judge(session: Session) -> None:
 def _write_files(asked: TuneOptions, session: Session) -> None:
     first = session.searches[0]
     device = first.study.optuna.user_attrs["device"]
-    if asked.report is not None:
-        from jetfire.report import tuning
-        from jetfire.tuner.digest import Digest
-
-        tuning.write([Digest.of(one.study.optuna) for one in session.searches], asked.report)
     if asked.unseen:
         rows = unseen.rows(session.tuned)
         said = unseen.conclusion(rows)
         say = print if asked.format == "table" else terminal.progress  # stdout has the searches
         terminal.result({"lookups": rows, "conclusion": said}, lambda: say(said))
         if asked.output is not None:
-            unseen.write(rows, device, asked.seed, asked.output)
+            unseen.save(rows, device, asked.seed, asked.output)
     if asked.record is not None:
         target, space = first.target, first.target.space
         trials = dict(first.trials)
@@ -166,6 +156,12 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
             target.kernel, target.case.problem, device, space.fields, space.base, trials
         )
         made.save(asked.record)
+    if asked.report is not None:
+        from jetfire.report import tuning
+        from jetfire.tuner.digest import Digest
+
+        digests = [Digest.of(one.study.optuna) for one in session.searches]
+        write(asked.report, tuning.render(digests))
 
 
 def replay(

@@ -49,7 +49,7 @@ class FinalRecord(TypedDict, total=False):
 
 
 class Where(TypedDict, total=False):
-    """What was measured on, of `jetfire.bench.command.device_record`."""
+    """What was measured on, of `jetfire.measure.provenance.device_record`."""
 
     name: Line
     capability: tuple[int, int] | None

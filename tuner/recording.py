@@ -40,7 +40,7 @@ class Recording:
     """Measurements of one kernel's configs for one problem.
 
     Attributes:
-        device: as `jetfire.bench.command.device_record` has it.
+        device: as `jetfire.measure.provenance.device_record` has it.
         fields: those searched, with their values.
         base: all the fields of the default config.
         trials: config → what became of it.

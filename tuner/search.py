@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from jetfire.core import interrupts
+from jetfire.core import interrupts, profiles
+from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, WrongResultError
 from jetfire.core.files import Unwritable, add, append
 from jetfire.core.kernel import Config, Kernel
@@ -23,13 +24,44 @@ from jetfire.report.text import mean
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
-from jetfire.tuner.trial import Comparison, Measurement, Objective, RunnerError, TrialRunner
+from jetfire.tuner.trial import Comparison, Measurement, Objective, RunnerError
 
 # A search of which nothing is known yet may take longer than it has, so that something is.
 GRACE_S = 4.0
 ROUNDS = 15  # of a comparison
 LEAST_AHEAD = 4
 Progress = Callable[[Config, Measurement], None]
+
+
+class TrialRunner(Protocol):
+    """Measures configs of one problem at a time."""
+
+    capacity: int
+    """Configs worth having under way at once."""
+
+    def submit(self, number: int, config: Config) -> None:
+        """Begin to measure a config, as trial `number`."""
+
+    def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
+        """What has come to an end, after at most so many seconds; at least one where there is."""
+
+    def cancel(self) -> None:
+        """Give up all that is under way."""
+
+    def compare(
+        self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
+    ) -> Comparison:
+        """Measure again, all in turn, with the peers or without: the final word.
+
+        Raises:
+            RunnerError: it came to no end.
+        """
+
+    def now(self) -> float:
+        """Seconds, from some time on."""
+
+    def close(self) -> None:
+        """Let go of processes and devices."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +196,10 @@ class SearchTarget:
 
     def __str__(self) -> str:
         return f"{self.case.op.name}/{self.kernel.name} {self.case.problem}"
+
+    def found(self, device: Device) -> Found:
+        """Return what a lookup gives now."""
+        return profiles.find(self.case.op, self.kernel, self.case.problem, device)
 
 
 @dataclass(frozen=True)

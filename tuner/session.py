@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from optuna.storages import InMemoryStorage
@@ -69,6 +69,7 @@ class Session:
     """The devices, the display and the limits that all the searches of one command share.
 
     Attributes:
+        runner: measures configs; it is closed once the searches are done.
         work: all that is to be searched.
         searches: those that were begun, or done by an earlier run.
         tuned: the searches that came to their ends; failed: the errors of others.
@@ -80,15 +81,16 @@ class Session:
     def __init__(
         self,
         asked: TuneOptions,
-        devices: Sequence[Device],
+        device: Device,
+        runner: DeviceRunner,
         work: Sequence[SearchTarget],
         display: SearchDisplay,
     ) -> None:
         self.asked, self.objective, self.work = asked, asked.objective, work
-        self.device, self.display = devices[0], display
+        self.device, self.display = device, display
         self.effort = EFFORTS[asked.effort]
         self.trials = asked.trials or self.effort.trials
-        self.runner = DeviceRunner(devices, asked.trial_s)
+        self.runner = runner
         self.searches: list[Search] = []
         self.tuned: list[FinishedSearch] = []
         self.failed: list[JetfireError] = []
@@ -98,23 +100,30 @@ class Session:
         self._started = False
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
-        nvml = Nvml.open(self.device.torch_device)
-        if self.objective != "time" and (nvml is None or nvml.joules() is None):
+        monitor = Nvml.open(self.device.torch_device)
+        if self.objective != "time" and (monitor is None or monitor.joules() is None):
             raise UsageError(
                 f"--objective {self.objective}: {self.device.label} has no energy counter to read"
             )
-        self.peaks = peaks.cached(Load(self.device))
+        load = Load(self.device, monitor)
+        self.driver, self.peaks = load.driver, peaks.cached(load)
 
-    def run(self) -> None:
-        """Tune each target in turn while there is time; what fails is named."""
+    def run(self, profiler: Ncu | None) -> None:
+        """Tune each target in turn while there is time; what fails is named.
+
+        Args:
+            profiler: counts each winner and its default afterwards, those of earlier runs too.
+        """
         try:
-            self._tune_each()
-            if self.asked.for_all and self.stopped is None:
-                self._finish_together()
+            with closing(self.runner):
+                self._tune_each()
+                if self.asked.for_all and self.stopped is None:
+                    self._finish_together()
+            if profiler is not None and self.stopped is None:
+                for one in self.searches:
+                    self._count(one, profiler)
         except KeyboardInterrupt as error:
             self.stopped = error
-        finally:
-            self.runner.close()
 
     def _tune_each(self) -> None:
         count = len(self.work)
@@ -170,7 +179,7 @@ class Session:
             return stopped
         if self.asked.keep:  # another tuner may have written a profile in the meantime
             profiles.forget()
-            one.found = profiles.find(target.kernel, target.case.problem, self.device)
+            one.found = target.found(self.device)
         try:
             try:
                 self._finish(one, self.effort.rounds_s)
@@ -198,8 +207,8 @@ class Session:
         First it tries the default, the profile's config, and those of the nearest problems.
         """
         asked, problem, space = self.asked, target.case.problem, target.space
-        found = profiles.find(target.kernel, problem, self.device)
-        near = profiles.nearest(target.kernel, problem, self.device, NEAREST)
+        found = target.found(self.device)
+        near = profiles.nearest(target.case.op, target.kernel, problem, self.device, NEAREST)
         configs = [space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
         points: dict[Point | None, None] = dict.fromkeys(space.point(config) for config in configs)
         first = [point for point in points if point is not None and space.legal(point)]
@@ -210,7 +219,7 @@ class Session:
             "op": target.case.op.name,
             "kernel": target.kernel.name,
             "problem": problem.as_dict(),
-            "device": provenance.device_record(self.device, self.peaks),
+            "device": provenance.device_record(self.device, self.driver, self.peaks),
             "default": space.base.as_dict(),
             "objective": self.objective,
             "strategy": name,
@@ -341,7 +350,7 @@ class Session:
             return
         profiles.forget()  # another tuner may have written some in the meantime
         for one in searched:
-            one.found = profiles.find(one.target.kernel, one.target.case.problem, self.device)
+            one.found = one.target.found(self.device)
         for kernel in dict.fromkeys(target.kernel for target in self.work):
             alike = [one for one in searched if one.target.kernel is kernel]
             bases = [
@@ -391,18 +400,11 @@ class Session:
             for one, on_one in zip(searches, compared, strict=True)
         ]
 
-    def count(self, profiler: Ncu) -> None:
-        """Have a profiler count each winner and its default, those of earlier runs too."""
-        if self.stopped is not None:
+    def _count(self, one: Search, profiler: Ncu) -> None:
+        """Count a search's winner and its default, where there is a winner."""
+        final = one.study.optuna.user_attrs.get("final")
+        if not final:
             return
-        try:
-            for one in self.searches:
-                if final := one.study.optuna.user_attrs.get("final"):
-                    self._count(one, final, profiler)
-        except KeyboardInterrupt as error:
-            self.stopped = error
-
-    def _count(self, one: Search, final: Mapping[str, Any], profiler: Ncu) -> None:
         target = one.target
         seed, data, case = self.asked.seed, self.asked.data, target.case
         winner, default = dict(final.get("config") or {}), target.space.base.as_dict()

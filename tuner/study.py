@@ -400,7 +400,7 @@ class Study:
                 trial.set_user_attr("owner", _owner())
                 if not self._tried_before(trial):
                     break
-                self._end(trial.number, None)  # another machine was quicker
+                self._give_up(trial.number)  # another machine was quicker
             self._asked[trial.number] = trial
             point = self.space.point(trial.params)
             assert point is not None
@@ -457,15 +457,20 @@ class Study:
     def _end(self, number: int, measurement: Measurement | None) -> None:
         """End a trial with what was measured; without that it is given up."""
         values = None if measurement is None else measurement.values(self.objective)
-        state = TrialState.FAIL if values is None else None
-        # Another tuner may have given it up at the same time.
-        self.optuna.tell(number, values, state, skip_if_finished=True)
+        if values is None:
+            self._give_up(number)
+        else:  # another tuner may have given it up at the same time
+            self.optuna.tell(number, values, skip_if_finished=True)
+
+    def _give_up(self, number: int) -> None:
+        """End a trial without a value."""
+        self.optuna.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def give_up(self) -> None:
         """End the trials under way, of which nothing is known; their configs may be tried again."""
         with self._using():
             while self._asked:
-                self._end(self._asked.popitem()[0], None)
+                self._give_up(self._asked.popitem()[0])
 
     def _trials(self) -> list[FrozenTrial]:
         with self._using():

@@ -1,4 +1,4 @@
-"""What became of a config that was tried, and of several compared; and who measures them."""
+"""What became of a config that was tried, and of several compared in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -97,37 +97,6 @@ class Comparison:
     peers: Mapping[str, Timing]
     failed: Mapping[Config, str]
     digests: Mapping[Config, str] = field(default_factory=dict)
-
-
-class TrialRunner(Protocol):
-    """Measures configs of one problem at a time."""
-
-    capacity: int
-    """Configs worth having under way at once."""
-
-    def submit(self, number: int, config: Config) -> None:
-        """Begin to measure a config, as trial `number`."""
-
-    def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
-        """What has come to an end, after at most so many seconds; at least one where there is."""
-
-    def cancel(self) -> None:
-        """Give up all that is under way."""
-
-    def compare(
-        self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
-    ) -> Comparison:
-        """Measure again, all in turn, with the peers or without: the final word.
-
-        Raises:
-            RunnerError: it came to no end.
-        """
-
-    def now(self) -> float:
-        """Seconds, from some time on."""
-
-    def close(self) -> None:
-        """Let go of processes and devices."""
 
 
 class RunnerError(Exception):

@@ -43,7 +43,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         op = ops[attempt % len(ops)]
         problem = _draw(op, rng)
         for kernel in registry.kernels(op.name).values():
-            known = profiles.find(kernel, problem, device)
+            known = profiles.find(op, kernel, problem, device)
             if kernel.legal(problem, known.config, device) is None:
                 if known.source != "tuned" and kernel.space(problem, device):
                     space = Space.of(kernel, problem, device)
@@ -102,10 +102,10 @@ def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def write(
+def save(
     found: Sequence[Mapping[str, Any]], device: Mapping[str, Any], seed: int, file: Path
 ) -> None:
-    """Keep the rows.
+    """Write the rows to a file.
 
     Raises:
         UsageError: the file cannot be written.

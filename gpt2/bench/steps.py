@@ -32,7 +32,6 @@ from typing import Any, ClassVar
 import torch
 
 from jetfire.bench import command
-from jetfire.bench import suite as suites
 from jetfire.bench.progress import watch
 from jetfire.core import terminal
 from jetfire.core.device import Device
@@ -461,7 +460,6 @@ def suite(asked: command.BenchOptions) -> None:
     Raises:
         JetfireError: with the exit code of what went wrong.
     """
-    suites.check(asked)
     cases = [TrainingCase(problem_of(name)) for name in SUITE]
     run(asked, cases, "jetfire bench --suite training")
 

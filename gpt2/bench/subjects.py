@@ -153,7 +153,7 @@ class StepSubject(Subject):
         torch.manual_seed(seed)  # the same parameters for every recipe
         with device:
             self.model: LanguageModel = model_of(
-                problem.shape, chosen.precision(), peer.own_loss or None
+                problem.shape, chosen.precision, peer.own_loss or None
             )
         if peer.fp8 is not None:
             in_fp8(self.model.blocks, peer.fp8)

@@ -84,7 +84,7 @@ def cases(
         settings, layers=min(2, settings.layers), accumulate=1, compile=False, parallel="none"
     )
     with where:
-        model = model_of(alone.shape(vocabulary), settings.precision())
+        model = model_of(alone.shape(vocabulary), settings.precision)
     step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
     return planned(lambda: step([(ids, ids)]), device, kernels)

@@ -239,7 +239,7 @@ def listed(run: Path) -> list[Path]:
     return sorted(path for path in (run / FOLDER).glob(f"{PREFIX}*") if _is_step(path.name))
 
 
-def tidy(run: Path) -> None:
+def clean(run: Path) -> None:
     """Remove what killed processes left of checkpoints that they wrote or removed."""
     left = {path.name.split(".")[1] for path in (run / FOLDER).glob(f".{PREFIX}*")}
     for name in filter(_is_step, left):

@@ -93,7 +93,7 @@ def needs(settings: Settings, vocabulary: int) -> Needs:
     Raises:
         UsageError: torch.compile decides what is kept, processes share it, or it is not counted.
     """
-    shape, recipe = settings.shape(vocabulary), settings.precision()
+    shape, recipe = settings.shape(vocabulary), settings.precision
     _check_counted(settings, recipe)
     sizes, graphed = shape.parameters().values(), settings.graph != "false"
     held, again = held_by(settings, shape, recipe), settings.accumulate > 1

@@ -12,7 +12,15 @@ from typing import Any
 from jetfire.core.environment import torchrun
 from jetfire.core.errors import UsageError, not_installed, unknown
 from jetfire.gpt2.data import corpora
-from jetfire.gpt2.training.settings import PRESETS, Settings, checked, load, make, split
+from jetfire.gpt2.training.settings import (
+    PRESETS,
+    Settings,
+    check_processes,
+    checked,
+    load,
+    make,
+    split,
+)
 
 LOGGERS = ("tensorboard", "wandb")  # each the name of its library, and of our extra
 
@@ -153,25 +161,6 @@ def check_data(data: str, given: str) -> None:
 
 def _world() -> int:
     return int(os.environ["WORLD_SIZE"]) if torchrun() else 1
-
-
-def check_processes(settings: Settings, world: int, told: bool) -> None:
-    """Refuse settings with which so many processes cannot train.
-
-    Args:
-        told: whether torchrun started them.
-    """
-    how = settings.parallel
-    if how == "none" and world > 1:
-        raise UsageError(f"parallel=none: expected ddp or fsdp with {world} processes")
-    if how == "none":
-        return
-    if not told:
-        raise UsageError(
-            f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
-        )
-    if settings.compile and how == "fsdp":
-        raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
 
 
 def no_run(path: Path) -> UsageError:

@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jetfire.core.device import Device
 from jetfire.core.environment import torchrun
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
-from jetfire.gpt2.training.options import check_processes
-from jetfire.gpt2.training.settings import Settings
+from jetfire.gpt2.training.settings import Settings, check_processes
 from jetfire.nn import check_agreement, gather_codes
 from jetfire.nn.captured import release_all
 from jetfire.nn.products import is_dtensor, own_part

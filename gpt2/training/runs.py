@@ -22,9 +22,16 @@ from jetfire.gpt2.data import tokenizers
 from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.training import checkpoint, log
 from jetfire.gpt2.training.checkpoint import Checkpoint
-from jetfire.gpt2.training.options import RunRequest, check_processes
+from jetfire.gpt2.training.options import RunRequest
 from jetfire.gpt2.training.parallel import Group
-from jetfire.gpt2.training.settings import PROCESSES, SETTINGS, Settings, load, resumed
+from jetfire.gpt2.training.settings import (
+    PROCESSES,
+    SETTINGS,
+    Settings,
+    check_processes,
+    load,
+    resumed,
+)
 from jetfire.report.text import plural
 
 TOKENIZER = "tokenizer"
@@ -49,11 +56,11 @@ class Run:
 
     def begin(self, tokens: data.Tokens, processes: int) -> None:
         """Make the folder hold a run, which can be resumed and, elsewhere, sampled."""
+        checkpoint.set_aside(self.damaged)
         with files.new_folder(self.folder / TOKENIZER, alone=True) as part:
             tokenizers.keep(tokens.meta["tokenizer"], tokens.folder, part)
         with files.writing(self.folder):
             (self.folder / checkpoint.FOLDER).mkdir(exist_ok=True)
-        checkpoint.set_aside(self.damaged)
         begun = {**self.settings.as_dict(), PROCESSES: processes}
         files.write(self.folder / SETTINGS, json.dumps(begun, indent=1) + "\n", alone=True)
 
@@ -102,7 +109,7 @@ def _alone(folder: Path) -> Iterator[None]:
                     raise UsageError(f"{folder / name}: is a link: {wanted}")
             for name in (TOKENIZER, SETTINGS):
                 files.tidy(folder, name)
-            checkpoint.tidy(folder)
+            checkpoint.clean(folder)
             yield
     finally:
         with suppress(OSError):

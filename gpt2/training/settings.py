@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -175,7 +175,7 @@ class Settings:
             if not hasattr(shape, one.name) and (value := getattr(self, one.name)) != one.default:
                 given = f"{one.name}={_text(value)}"
                 raise UsageError(f"{given} with family={self.family}: expected family=llama")
-        shape.check(self.precision())
+        shape.check(self.precision)
         self._check_weights()
         if (parameters := shape.block_weights) > MOST_PARAMETERS:
             raise UsageError(
@@ -189,7 +189,7 @@ class Settings:
         if self.weights == "fp32":
             return
         wanted = None
-        recipe = self.precision()
+        recipe = self.precision
         if recipe.block is None or recipe.flow is None:
             wanted = f"recipe={self.recipe}: expected an INT8 recipe without fallback"
         elif self.moment_bits != 8:
@@ -212,8 +212,9 @@ class Settings:
         kind = SHAPES[self.family]
         return kind(vocabulary=vocabulary, **{name: getattr(self, name) for name in _sizes(kind)})
 
+    @cached_property
     def precision(self) -> recipes.Recipe:
-        """Return the recipe, with the group and the blocks that were asked for.
+        """The recipe, with the group and the blocks that were asked for.
 
         Raises:
             UsageError: there is no such recipe, or it has no groups, or no such one, or no blocks.
@@ -343,7 +344,7 @@ def _settings(fields: Mapping[str, Any]) -> Settings:
         if one.default is dataclasses.MISSING and one.name not in fields:
             raise UsageError(f"the setting {one.name} is missing")
     settings = Settings(**fields)
-    if settings.watch and settings.precision().block is None:
+    if settings.watch and settings.precision.block is None:
         raise UsageError(f"watch={settings.watch}: expected an INT8 recipe, not {settings.recipe}")
     if settings.watch and settings.parallel == "fsdp":
         raise UsageError(f"watch={settings.watch}: expected parallel=none or ddp, not fsdp")
@@ -359,6 +360,25 @@ def _check_looks(settings: Settings) -> None:
         least = settings.steps // (MOST_LOOKS // layers + 1) + 1
         what = f"the log of {settings.steps} steps of {layers} layers would be too long to read"
         raise UsageError(f"watch={settings.watch}: {what}: expected at least {least}")
+
+
+def check_processes(settings: Settings, world: int, told: bool) -> None:
+    """Refuse settings with which so many processes cannot train.
+
+    Args:
+        told: whether torchrun started them.
+    """
+    how = settings.parallel
+    if how == "none" and world > 1:
+        raise UsageError(f"parallel=none: expected ddp or fsdp with {world} processes")
+    if how == "none":
+        return
+    if not told:
+        raise UsageError(
+            f"parallel={how}: expected to be started by torchrun --standalone --nproc_per_node=N"
+        )
+    if settings.compile and how == "fsdp":
+        raise UsageError("compile=true: expected parallel=none or ddp, not fsdp")
 
 
 def load(file: Path) -> dict[str, Any]:

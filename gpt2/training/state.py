@@ -38,7 +38,7 @@ def build(settings: Settings, vocabulary: int, device: Device) -> LanguageModel:
     check_fits(shape, device)
     torch.manual_seed(settings.seed)
     with device.torch_device:
-        model = model_of(shape, settings.precision())
+        model = model_of(shape, settings.precision)
         if settings.outliers:
             plant(model, settings.outliers)
     return model

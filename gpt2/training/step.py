@@ -100,7 +100,7 @@ class Step:
             "capturable": self.device.type == "cuda",
         }
         # What is compiled quantises its weights itself, and so do INT4 layers.
-        quantises = settings.precision().block is not None and not settings.compile
+        quantises = settings.precision.block is not None and not settings.compile
         optimizer: torch.optim.AdamW
         if settings.moment_bits == 8:
             model = self.model if quantises else nn.Module()
