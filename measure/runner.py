@@ -12,7 +12,7 @@ import torch
 
 from jetfire.core import broken, profiles, registry, terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import NoDeviceError, UsageError, unknown
+from jetfire.core.errors import NoDeviceError, UsageError, first_line, unknown
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
 from jetfire.core.op import Check
@@ -233,11 +233,6 @@ def memory_free(device: Device) -> int | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 def _arch(device: Device) -> str:
     return "interpreted" if device.capability is None else "sm_{}{}".format(*device.capability)
 
@@ -405,7 +400,7 @@ class Runner:
                 self.note(str(compiler))
                 terminal.details(compiler.details)
                 return replace(row, error=str(compiler))
-            row = replace(row, error=_first_line(error) + when)
+            row = replace(row, error=first_line(error) + when)
         else:
             row = replace(row, ok=check.ok, rel_err=check.rel_err)
             if not check.ok:
@@ -443,7 +438,7 @@ class Runner:
             except Exception as error:
                 if self.options.debug:
                     traceback.print_exc()
-                self._note_once(f"{case.op.name}: peer {name} left out: {_first_line(error)}")
+                self._note_once(f"{case.op.name}: peer {name} left out: {first_line(error)}")
         return found
 
     def _factories(

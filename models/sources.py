@@ -21,7 +21,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jetfire.core import schema
-from jetfire.core.errors import JetfireError, UsageError, nearest, not_installed, unknown
+from jetfire.core.errors import (
+    JetfireError,
+    UsageError,
+    first_line,
+    nearest,
+    not_installed,
+    unknown,
+)
 from jetfire.core.files import MIB
 from jetfire.core.schema import Name, Plain, also, most
 from jetfire.gpt2.bench import cases
@@ -33,7 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 HF = "hf:"
-WORDS = "hf:NAME, a config.json or MODULE:FUNCTION"
 # By our name: transformers' common one, and the most that is accepted.
 SIZES = {
     "layers": ("num_hidden_layers", 1024),
@@ -279,12 +285,6 @@ class FunctionSource(ModelSource):
 def _kinds(made: Any) -> str:
     parts = made if isinstance(made, tuple) else (made,)
     return " and ".join(type(part).__name__ for part in parts[:4]) or "nothing"
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @dataclass(frozen=True)

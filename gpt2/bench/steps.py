@@ -36,7 +36,7 @@ from jetfire.bench import suite as suites
 from jetfire.bench.progress import watch
 from jetfire.core import terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.errors import NoDeviceError, UsageError, first_line
 from jetfire.core.suites import STEADY_MS
 from jetfire.gpt2.bench.cases import (
     EAGER,
@@ -306,7 +306,7 @@ class TrainingBench:
                     raise
                 self._failed(case, name, error)
                 if role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
-                    rows[name] = replace(row, ok=False, error=_first_line(error))
+                    rows[name] = replace(row, ok=False, error=first_line(error))
                 continue
             rows[name] = replace(row, extra=_memory(probes[name]))
         for name in probes:
@@ -343,7 +343,7 @@ class TrainingBench:
     def _failed(self, case: TrainingWork, name: str, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
-        self.note(f"{case}: {name} left out: {_first_line(error)}")
+        self.note(f"{case}: {name} left out: {first_line(error)}")
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
         """What makes a variant of a name; all have the same data."""
@@ -435,11 +435,6 @@ def _memory(found: Probe) -> dict[str, Any]:
 
 def _gib(size: int | None) -> float | None:
     return None if size is None else size / 2**30
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _with_peers(row: Row, peers: Mapping[str, Row], probes: Mapping[str, Probe]) -> Row:
