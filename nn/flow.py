@@ -146,8 +146,8 @@ class Setting(NamedTuple):
     eps: float
     dropout: float
     activation: Activation
-    adds: bool
-    transposed: bool
+    adds: bool = False
+    transposed: bool = False
 
 
 class Product(NamedTuple):

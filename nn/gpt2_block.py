@@ -107,7 +107,6 @@ class GPT2Block(modeling_gpt2.GPT2Block):
             self.ln_1.eps,
             own.resid_dropout.p if self.training else 0.0,
             _FORMS[type(mlp.act)],
-            adds=False,
             transposed=True,
         )
         stream = stream_of(hidden_states, self.flow)
