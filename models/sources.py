@@ -140,10 +140,7 @@ class ConfigSource(ModelSource):
     def sample(self, batch: int, context: int, layers: int) -> ConfigSource:
         sizes = {**self.sizes, "layers": min(layers, self.fields().get("layers", layers))}
         return replace(
-            self,
-            sizes=sizes,
-            batch=min(batch, self.batch),
-            context=min(context, self.context),
+            self, sizes=sizes, batch=min(batch, self.batch), context=min(context, self.context)
         )
 
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
@@ -335,10 +332,7 @@ def named_here(word: str) -> bool:
 
 
 def parse(
-    word: str,
-    changes: Mapping[str, str],
-    presets: bool = False,
-    others: Sequence[str] = ("run",),
+    word: str, changes: Mapping[str, str], presets: bool = False, others: Sequence[str] = ("run",)
 ) -> ModelSource:
     """Return the source of a word, some of its sizes changed; no torch is loaded.
 

@@ -520,11 +520,7 @@ def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantiz
 
 
 def _gradients(
-    g: Quantized,
-    xt: Quantized,
-    weights: Sequence[Tensor],
-    wanted: Product,
-    setting: Setting,
+    g: Quantized, xt: Quantized, weights: Sequence[Tensor], wanted: Product, setting: Setting
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of a product's weights and biases.
 

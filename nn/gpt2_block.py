@@ -9,17 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers.activations import (
-    FastGELUActivation,
-    GELUActivation,
-    GELUTanh,
-    NewGELUActivation,
-)
+from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation
 from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.gpt2.modeling_gpt2 import (
-    ALL_ATTENTION_FUNCTIONS,
-    eager_attention_forward,
-)
+from transformers.models.gpt2.modeling_gpt2 import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import Setting, flowed, product_of

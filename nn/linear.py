@@ -286,11 +286,7 @@ class Int8Linear(nn.Linear, Int8Weights):
         return self._applied(input, weight, bias, codes)
 
     def _applied(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        codes: Quantized,
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, codes: Quantized
     ) -> torch.Tensor:
         given = input, weight, bias, codes, self.training
         return applied(*given, False, self.fallback, self.kept)

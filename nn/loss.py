@@ -18,13 +18,7 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import sizes
 from jetfire.nn.embedding import TiedGradient
-from jetfire.nn.products import (
-    FLOATS,
-    flat,
-    keys_for_backward,
-    times_weight,
-    unflat,
-)
+from jetfire.nn.products import FLOATS, flat, keys_for_backward, times_weight, unflat
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 

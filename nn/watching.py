@@ -18,12 +18,7 @@ from jetfire.core.tensors import Quantized
 from jetfire.nn import products
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.made import MadeOfWeight
-from jetfire.nn.products import (
-    Int8Weights,
-    QuantisedWeight,
-    is_dtensor,
-    quantised_weight,
-)
+from jetfire.nn.products import Int8Weights, QuantisedWeight, is_dtensor, quantised_weight
 
 # Variance of a rounding error, in squares of a code's step: to nearest the error is uniform over
 # one step; stochastically it is f·(1 − f) of a fraction f that is uniform.
