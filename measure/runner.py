@@ -455,21 +455,24 @@ def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None)
     if peaks is not None:
         floor_ms = max(flops / peaks["int8_tops"] / 1e9, nbytes / peaks["copy_gbps"] / 1e6)
         roofline = floor_ms / timing.ms
-    return replace(
-        row,
-        ms=timing.ms,
-        ms_p20=timing.ms_p20,
-        ms_p80=timing.ms_p80,
-        samples=timing.samples,
-        tflops=flops / timing.ms / 1e9 if flops else None,
-        gbps=nbytes / timing.ms / 1e6,
-        roofline=roofline,
-        sm_mhz=timing.sm_mhz,
-        watts=timing.watts,
-        joules=timing.joules,
-        throttled=None if timing.throttled is None else list(timing.throttled),
-        graph=timing.graph,
-    )
+    tflops = flops / timing.ms / 1e9 if flops else None
+    return with_times(row, timing, tflops=tflops, gbps=nbytes / timing.ms / 1e6, roofline=roofline)
+
+
+def with_times(row: Row, timing: Timing, **more: Any) -> Row:
+    """Return a row with what a timing says, and further fields in place of its own."""
+    said: dict[str, Any] = {
+        "ms": timing.ms,
+        "ms_p20": timing.ms_p20,
+        "ms_p80": timing.ms_p80,
+        "samples": timing.samples,
+        "sm_mhz": timing.sm_mhz,
+        "watts": timing.watts,
+        "joules": timing.joules,
+        "throttled": None if timing.throttled is None else list(timing.throttled),
+        "graph": timing.graph,
+    }
+    return replace(row, **{**said, **more})
 
 
 def _stages(choice: Choice, sets: Sets) -> dict[str, Sequence[Callable[[], object]]]:

@@ -58,6 +58,7 @@ from jetfire.measure.nvml import Nvml
 from jetfire.measure.peers import forget_compiled
 from jetfire.measure.plan import Note
 from jetfire.measure.results import Row
+from jetfire.measure.runner import with_times
 from jetfire.measure.timer import Timing
 from jetfire.nn.recipes import RECIPES
 
@@ -403,18 +404,11 @@ class TrainingBench:
         timing, more = kinds[kind], {}
         if len(kinds) > 1:
             more = {f"ms_{name}": one.ms for name, one in kinds.items()}
-        return replace(
+        return with_times(
             row,
-            ms=timing.ms,
-            ms_p20=timing.ms_p20,
-            ms_p80=timing.ms_p80,
-            samples=timing.samples,
+            timing,
             tflops=case.flops / timing.ms / 1e9,
-            sm_mhz=timing.sm_mhz,
-            watts=timing.watts,
-            joules=timing.joules,
             graph=kind == "graph" or subject.replays,
-            throttled=None if timing.throttled is None else list(timing.throttled),
             extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
         )
 
