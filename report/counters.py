@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetfire.measure.ncu import REASONS
 from jetfire.measure.results import STALL, Row, shape_text
 from jetfire.report.chart import (
     KERNEL_COLOURS,
@@ -20,7 +21,7 @@ from jetfire.report.chart import (
 )
 from jetfire.report.rows import grouped, varying
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, scaled, time_text, times
+from jetfire.report.text import NOTHING, fixed, scaled, time_text, times
 
 Counted = Mapping[str, Any]
 BUSY = 60.0  # percent of a peak, from which on it is what limits a kernel
@@ -44,27 +45,6 @@ HEAD = (
     "registers",
     "waits for",
 )
-# What a stalled warp waits for (Nsight Compute's documentation, "Warp Stall Reasons").
-REASONS = {
-    "barrier": "other warps at a barrier",
-    "branch_resolving": "a branch",
-    "dispatch_stall": "the dispatcher",
-    "drain": "its last stores",
-    "gmma": "the registers of a wgmma",
-    "imc_miss": "constants that no cache has",
-    "lg_throttle": "the queue of global memory",
-    "long_scoreboard": "global or local memory",
-    "math_pipe_throttle": "a math pipe",
-    "membar": "a memory barrier",
-    "mio_throttle": "the queue of shared memory",
-    "misc": "other things",
-    "no_instruction": "the next instruction",
-    "not_selected": "its turn",
-    "short_scoreboard": "shared memory",
-    "sleeping": "its sleep",
-    "tex_throttle": "the queue of textures",
-    "wait": "a fixed latency",
-}
 # What limits a kernel that has a share of its peak, by counter.
 _LIMITS = {"tensor_pct": "the tensor pipes", "dram_pct": "DRAM", "memory_pct": "memory's pipes"}
 _LIMITS |= {"sm_pct": "instructions"}
@@ -186,16 +166,15 @@ def cells(counters: Counted) -> list[str]:
     """Return the texts of a line, below `HEAD`."""
     shares = [_share(counters.get(f"{name}_pct")) for name in ("sm", "memory", "dram", "tensor")]
     most = [f"{name} {value:.1f}" for name, value in list(stalls(counters).items())[:3]]
-    conflicts, registers = counters.get("bank_conflicts"), counters.get("registers")
     return [
         time_text(counters.get("duration_ms")),
         *shares,
         scaled(_value(counters, "dram"), SIZES),
         times(counters.get("dram_of_counted")),
         scaled(counters.get("l2_bytes"), SIZES),
-        NOTHING if conflicts is None else f"{conflicts:.0f}",
+        fixed(counters.get("bank_conflicts")),
         _share(counters.get("occupancy_pct")),
-        NOTHING if registers is None else f"{registers:.0f}",
+        fixed(counters.get("registers")),
         ", ".join(most),
     ]
 
