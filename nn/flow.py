@@ -456,9 +456,7 @@ def _normed_backward(
 
 def _halves(f: Quantized) -> tuple[Quantized, Quantized]:
     """Return the left and the right half of a matrix's columns, each of whole blocks."""
-    assert f.q is not None
-    assert f.scale is not None
-    parts = zip(f.q.chunk(2, dim=1), f.scale.chunk(2, dim=1), strict=True)
+    parts = zip(*(part.chunk(2, dim=1) for part in f.tensors), strict=True)
     gate, up = (Quantized(q, scale, block=f.block) for q, scale in parts)
     return gate, up
 
@@ -558,9 +556,8 @@ def _transposed_part(g: Quantized, start: int, size: int) -> Quantized:
     blocks = slice(start // block, start // block + ceil_div(size, block))
     if g.qt is not None and g.scale_t is not None:
         return Quantized(g.qt[columns], g.scale_t[blocks], block=block)
-    assert g.q is not None
-    assert g.scale is not None
-    return int8_transpose(Quantized(g.q[:, columns], g.scale[:, blocks], block=block))
+    q, scale = g.tensors
+    return int8_transpose(Quantized(q[:, columns], scale[:, blocks], block=block))
 
 
 def _dropped(y: Quantized, setting: Setting, seeds: Tensor | None, index: int) -> Quantized:

@@ -50,10 +50,8 @@ class FrozenInt8Linear(nn.Linear):
         self.requires_grad_(False)
 
     def _quantised(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        w = quantised_weight(weight, self.block, "q")
-        assert w.q is not None
-        assert w.scale is not None
-        return w.q, w.scale
+        q, scale = quantised_weight(weight, self.block, "q").tensors
+        return q, scale
 
     def dequantised(self) -> torch.Tensor:
         """Return codes times scales, out×in of `dtype`."""

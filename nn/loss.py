@@ -110,11 +110,10 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         targets, logits, lse, seeds, *codes = ctx.saved_tensors
         at, wt = unflat(codes, ctx.block)
-        assert at.q is not None
-        assert at.scale is not None
         _, size = sizes.head_parts(*logits.shape)
         by_row = (t.split(size) for t in (logits, targets, lse, grads[0].contiguous()))
-        by_column = at.q.split(size, 1), at.scale.split(size // ctx.block, 1)
+        of_x, scales = at.tensors
+        by_column = of_x.split(size, 1), scales.split(size // ctx.block, 1)
         dxs, dw = [], None
         for *part, q, scale, seed in zip(*by_row, *by_column, seeds.split(1), strict=True):
             g = _gradient_codes(*part, block=ctx.block, valid=ctx.valid, seed=seed)
