@@ -58,15 +58,9 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         attention_mask = mask_of(attention_mask)
         singly = encoder_hidden_states is not None or not in_bf16(hidden_states.device.type)
         if singly or not _layers_allow(self):
-            found: torch.Tensor = super().forward(
-                hidden_states,  # type: ignore[arg-type]
-                past_key_values,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                use_cache,
-                **kwargs,
-            )
+            encoder = encoder_hidden_states, encoder_attention_mask
+            given: Any = hidden_states, past_key_values, attention_mask, *encoder, use_cache
+            found: torch.Tensor = super().forward(*given, **kwargs)
             return found
 
         def attention(*parts: torch.Tensor) -> torch.Tensor:
@@ -78,16 +72,9 @@ class GPT2Block(modeling_gpt2.GPT2Block):
             interface = ALL_ATTENTION_FUNCTIONS.get_interface(
                 own.config._attn_implementation, eager_attention_forward
             )
-            output = interface(
-                own,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=own.attn_dropout.p if self.training else 0.0,
-                scaling=own.scaling,
-                **kwargs,
-            )
+            given = own, query, key, value, attention_mask
+            p = own.attn_dropout.p if self.training else 0.0
+            output = interface(*given, dropout=p, scaling=own.scaling, **kwargs)
             called(own, hidden_states, output)
             attended: torch.Tensor = output[0]
             return attended
