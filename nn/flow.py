@@ -294,7 +294,8 @@ class _Leave(torch.autograd.Function):
         p0, p1, p2 = products
         a = int8_quantize(attended, block=block, layout=layout_kept(p0.kept))
         y = times_weight(a, p0.codes, out="int8", bias=p0.bias, out_block=flow)
-        kept = kept_input(a, p0.kept, _key(seeds, _PACK0))
+        key = None if seeds is None else seeds[_PACK0 : _PACK0 + 1]
+        kept = kept_input(a, p0.kept, key)
         del a
         y = _dropped(y, setting, seeds, _MASK0)
         x, s, mean, rstd = int8_add(x, y, eps=eps)
@@ -369,11 +370,6 @@ class _Leave(torch.autograd.Function):
         of0 = gradients(g, restored_input(a, w0t, seed(_PACK0)), 0)
         of_products = (t for of in (of0, of1, of2) for t in (*of, *[None] * 4))
         return *[None] * 4, dx, dattended, *of_norm, *of_products
-
-
-def _key(seeds: Tensor | None, index: int) -> Tensor | None:
-    """Return one of the keys that backward will need; None where none follows."""
-    return None if seeds is None else seeds[index : index + 1]
 
 
 def _normed(
@@ -484,14 +480,6 @@ def _activated_backward(
     return int8_gelu_backward(f, du, approximate=form, layout="both", inplace=True, **more)
 
 
-def _beside(parts: Sequence[Quantized]) -> Quantized:
-    """Return matrices of whole blocks beside one another, without transposes."""
-    if len(parts) == 1:
-        return parts[0]
-    q, scale = (torch.cat(of, dim=1) for of in zip(*(p.tensors for p in parts), strict=True))
-    return Quantized(q, scale, block=parts[0].block)
-
-
 def joined(parts: Sequence[Quantized]) -> Quantized:
     """Return matrices of whole blocks under one another.
 
@@ -500,11 +488,11 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     if len(parts) == 1:
         return parts[0]
     q, scale = (torch.cat(of) for of in zip(*(part.tensors[:2] for part in parts), strict=True))
-    under = Quantized(q, scale, block=parts[0].block)
     if any(part.qt is None for part in parts):
-        return under
-    beside = _beside([alone(part.t) for part in parts])
-    return under._replace(qt=beside.q, scale_t=beside.scale)
+        return Quantized(q, scale, block=parts[0].block)
+    transposes = zip(*(part.t.tensors[:2] for part in parts), strict=True)
+    qt, scale_t = (torch.cat(of, dim=1) for of in transposes)
+    return Quantized(q, scale, qt, scale_t, parts[0].block)
 
 
 def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
