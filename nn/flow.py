@@ -264,7 +264,7 @@ class _Enter(torch.autograd.Function):
         del g, ht
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(
-            s, dh, norm[0], mean, rstd, dx, seeds, 2, layout, setting
+            s, dh, norm[0], mean, rstd, dx, seeds[2:3], layout, setting
         )
         if handoff is not None:
             handoff.put(dx, copy)
@@ -361,7 +361,7 @@ class _Leave(torch.autograd.Function):
         dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         del df
         dx, copy, *of_norm = _normed_backward(
-            s, dh, norm[0], mean, rstd, dx, seeds, 4, "both", setting
+            s, dh, norm[0], mean, rstd, dx, seed(4), "both", setting
         )
         del dh
         g = _undropped(copy, setting, seeds, _MASK0)
@@ -432,8 +432,7 @@ def _normed_backward(
     mean: Tensor | None,
     rstd: Tensor,
     dx: Tensor,
-    seeds: Tensor,
-    index: int,
+    seed: Tensor,
     layout: Layout,
     setting: Setting,
 ) -> tuple[Any, ...]:
@@ -441,13 +440,11 @@ def _normed_backward(
 
     Args:
         dx: that of the stream itself, past the norm.
-        index: that of the key among `seeds`.
     """
-    more: dict[str, Any] = {"layout": layout, "out_block": setting.block}
-    seed = seeds[index : index + 1]
+    more: dict[str, Any] = {"seed": seed, "layout": layout, "out_block": setting.block}
     if mean is None:
-        return int8_rmsnorm_add_backward(s, dh, weight, rstd, dx, seed=seed, **more)
-    return int8_layernorm_add_backward(s, dh, weight, mean, rstd, dx, seed=seed, **more)
+        return int8_rmsnorm_add_backward(s, dh, weight, rstd, dx, **more)
+    return int8_layernorm_add_backward(s, dh, weight, mean, rstd, dx, **more)
 
 
 def _halves(f: Quantized) -> tuple[Quantized, Quantized]:

@@ -68,14 +68,11 @@ class FrozenInt8Linear(nn.Linear):
         if isinstance(value, _FloatWeight) and value.layer is self:
             return
         if value.shape != self.codes.shape:
-            raise UsageError(f"weight of shape {tuple(value.shape)}: expected {self._shape}")
+            shape = self.out_features, self.in_features
+            raise UsageError(f"weight of shape {tuple(value.shape)}: expected {shape}")
         q, scale = self._quantised(checked_weight(value))
         self.codes.data.copy_(q)
         self.scale.copy_(scale)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
