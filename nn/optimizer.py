@@ -176,7 +176,8 @@ class AdamW(torch.optim.AdamW):
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True))
         ours = [row for row in rows if row[0] in self._int8 and _takes(*row)]
         if ours:
-            others = [row for row in rows if row[0] not in {mine[0] for mine in ours}]
+            mine = {row[0] for row in ours}
+            others = [row for row in rows if row[0] not in mine]
             for i, column in enumerate((params, grads, exp_avgs, exp_avg_sqs, steps)):
                 column[:] = [row[i] for row in others]
         ours += [(p, *moments.row(p, self.state[p])) for p in in_codes]
