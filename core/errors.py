@@ -101,6 +101,12 @@ def _spelling(name: str) -> str:
     return name.lower().replace("_", "-").strip("-")
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def refused(error: OSError) -> str:
     """Return the operating system's reason, after the file's name where there is one."""
     where = f"{error.filename}: " if error.filename is not None else ""

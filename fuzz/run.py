@@ -19,15 +19,7 @@ from jetfire.core.op import Op
 from jetfire.core.tensors import Tensors, bits
 from jetfire.core.tensors import poison as op_poison
 from jetfire.fuzz.example import Example, Kind, Mode, Outcome
-from jetfire.fuzz.memory import (
-    INPUT_FILL,
-    OUTPUT_FILL,
-    Placed,
-    fill_bytes,
-    first,
-    place,
-    shown,
-)
+from jetfire.fuzz.memory import INPUT_FILL, OUTPUT_FILL, Placed, fill_bytes, first, place, shown
 from jetfire.measure.edges import throughout
 from jetfire.measure.runner import memory_free
 
@@ -216,18 +208,11 @@ def _outputs(s: _Setting, poison: int | None) -> dict[str, Placed]:
     meta = {name: tensor.to("meta") for name, tensor in s.made.items()}
     source = next(iter(s.made.values())).device
     updated = s.op.updated(s.problem)
-    placed = {
-        name: place(
-            like.shape,
-            like.dtype,
-            source,
-            OUTPUT_FILL,
-            0,
-            s.case.offset * (1 if name in updated else ALIGNED),
-            s.mode.guard,
-        )
-        for name, like in s.op.outputs(s.problem, meta).items()
-    }
+    placed = {}
+    for name, like in s.op.outputs(s.problem, meta).items():
+        offset = s.case.offset * (1 if name in updated else ALIGNED)
+        how = OUTPUT_FILL, 0, offset, s.mode.guard
+        placed[name] = place(like.shape, like.dtype, source, *how)
     if poison is None:
         s.op.poison(s.problem, {name: where.view for name, where in placed.items()})
     for name, where in placed.items():

@@ -59,10 +59,7 @@ class Isolated:
     """
 
     def __init__(
-        self,
-        device: Device,
-        case_s: float = CASE_S,
-        sanitizer: sanitize.Tool | None = None,
+        self, device: Device, case_s: float = CASE_S, sanitizer: sanitize.Tool | None = None
     ) -> None:
         self._device, self._case_s = device, case_s
         self._sanitizer = sanitizer

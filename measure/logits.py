@@ -59,11 +59,7 @@ class LogitsOp(StandardOp):
         return specs | dict.fromkeys(backward, Spec("fp32", (m,)))
 
     def inputs(
-        self,
-        problem: Any,
-        device: torch.device,
-        seed: int = 0,
-        data: str = "normal",
+        self, problem: Any, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:
         """Return logits drawn from `data`; one row in 64 is to be ignored.
 

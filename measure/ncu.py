@@ -73,13 +73,28 @@ METRICS: dict[str, tuple[tuple[str, ...], str, float]] = {
     "limit_warps": (("launch__occupancy_limit_warps",), _LEAST, 1.0),
     "limit_blocks": (("launch__occupancy_limit_blocks",), _LEAST, 1.0),
 }
-# Reasons of which each architecture has its own; ncu is asked which these are.
-STALLS = (
-    *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss"),
-    *("lg_throttle", "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc"),
-    *("no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping"),
-    *("tex_throttle", "wait"),
-)
+# What a stalled warp waits for (Nsight Compute's documentation, "Warp Stall Reasons"). Each
+# architecture has its own of these; ncu is asked which.
+REASONS = {
+    "barrier": "other warps at a barrier",
+    "branch_resolving": "a branch",
+    "dispatch_stall": "the dispatcher",
+    "drain": "its last stores",
+    "gmma": "the registers of a wgmma",
+    "imc_miss": "constants that no cache has",
+    "lg_throttle": "the queue of global memory",
+    "long_scoreboard": "global or local memory",
+    "math_pipe_throttle": "a math pipe",
+    "membar": "a memory barrier",
+    "mio_throttle": "the queue of shared memory",
+    "misc": "other things",
+    "no_instruction": "the next instruction",
+    "not_selected": "its turn",
+    "short_scoreboard": "shared memory",
+    "sleeping": "its sleep",
+    "tex_throttle": "the queue of textures",
+    "wait": "a fixed latency",
+}
 _STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active"
 _STALL = re.compile(_STALLED.format("((?!\\w*_not_issued)[a-z0-9_]+?)") + r"(?:\.ratio)?")
 _METRIC = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)\b', re.MULTILINE)
@@ -344,7 +359,7 @@ class _Said:
 def wanted(known: set[str]) -> list[str]:
     """Return the metrics to ask for, of those that ncu knows; of all, where it does not say."""
     if not known:
-        stalls = [f"{_STALLED.format(reason)}.ratio" for reason in STALLS]
+        stalls = [f"{_STALLED.format(reason)}.ratio" for reason in (*REASONS, "selected")]
         return [metrics[0] for metrics, _, _ in METRICS.values()] + stalls
     found = []
     for metrics, _, _ in METRICS.values():

@@ -45,11 +45,7 @@ class StandardOp(Op):
         return draw(self.reads(problem), source)
 
     def check(
-        self,
-        problem: Any,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: torch.Tensor | None = None,
+        self, problem: Any, outputs: Tensors, expected: Tensors, noise: torch.Tensor | None = None
     ) -> Check:
         """Compare each output by the kind of its expected tensor.
 

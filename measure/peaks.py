@@ -97,11 +97,8 @@ def measure(device: Device) -> Peaks:
     if device.kind == "cpu":
         nbytes, size, product = 1 << 28, 1024, "bf16_matmul"
     else:
-        nbytes, size, product = (
-            min(4 << 30, torch.cuda.mem_get_info(where)[0] // 8),
-            8192,
-            "cublas_bf16",
-        )
+        nbytes = min(4 << 30, torch.cuda.mem_get_info(where)[0] // 8)
+        size, product = 8192, "cublas_bf16"
     copy, copy_how = _copy_gbps(where, nbytes)
     tops, tops_how = _cpu_int8_tops(size) if device.kind == "cpu" else _int8_tops(where)
     found: Peaks = {

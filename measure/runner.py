@@ -12,7 +12,7 @@ import torch
 
 from jetfire.core import broken, profiles, registry, terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import NoDeviceError, UsageError, unknown
+from jetfire.core.errors import NoDeviceError, UsageError, first_line, unknown
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
 from jetfire.core.op import Check
@@ -233,11 +233,6 @@ def memory_free(device: Device) -> int | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 def _arch(device: Device) -> str:
     return "interpreted" if device.capability is None else "sm_{}{}".format(*device.capability)
 
@@ -412,7 +407,7 @@ class Runner:
                 self.note(str(compiler))
                 terminal.details(compiler.details)
                 return replace(row, error=str(compiler))
-            row = replace(row, error=_first_line(error) + when)
+            row = replace(row, error=first_line(error) + when)
         else:
             row = replace(row, ok=check.ok, rel_err=check.rel_err)
             if not check.ok:
@@ -450,7 +445,7 @@ class Runner:
             except Exception as error:
                 if self.options.debug:
                     traceback.print_exc()
-                self._note_once(f"{case.op.name}: peer {name} left out: {_first_line(error)}")
+                self._note_once(f"{case.op.name}: peer {name} left out: {first_line(error)}")
         return found
 
     def _factories(
@@ -467,21 +462,24 @@ def timed(case: Case, row: Row, timing: Timing, peaks: Mapping[str, Any] | None)
     if peaks is not None:
         floor_ms = max(flops / peaks["int8_tops"] / 1e9, nbytes / peaks["copy_gbps"] / 1e6)
         roofline = floor_ms / timing.ms
-    return replace(
-        row,
-        ms=timing.ms,
-        ms_p20=timing.ms_p20,
-        ms_p80=timing.ms_p80,
-        samples=timing.samples,
-        tflops=flops / timing.ms / 1e9 if flops else None,
-        gbps=nbytes / timing.ms / 1e6,
-        roofline=roofline,
-        sm_mhz=timing.sm_mhz,
-        watts=timing.watts,
-        joules=timing.joules,
-        throttled=None if timing.throttled is None else list(timing.throttled),
-        graph=timing.graph,
-    )
+    tflops = flops / timing.ms / 1e9 if flops else None
+    return with_times(row, timing, tflops=tflops, gbps=nbytes / timing.ms / 1e6, roofline=roofline)
+
+
+def with_times(row: Row, timing: Timing, **more: Any) -> Row:
+    """Return a row with what a timing says, and further fields in place of its own."""
+    said: dict[str, Any] = {
+        "ms": timing.ms,
+        "ms_p20": timing.ms_p20,
+        "ms_p80": timing.ms_p80,
+        "samples": timing.samples,
+        "sm_mhz": timing.sm_mhz,
+        "watts": timing.watts,
+        "joules": timing.joules,
+        "throttled": None if timing.throttled is None else list(timing.throttled),
+        "graph": timing.graph,
+    }
+    return replace(row, **{**said, **more})
 
 
 def _stages(choice: Choice, sets: Sets) -> dict[str, Sequence[Callable[[], object]]]:

@@ -73,11 +73,7 @@ class WeightStep(StandardOp):
         return inputs
 
     def check(
-        self,
-        problem: Any,
-        outputs: Tensors,
-        expected: Tensors,
-        noise: Tensor | None = None,
+        self, problem: Any, outputs: Tensors, expected: Tensors, noise: Tensor | None = None
     ) -> Check:
         """Hold the update to its bounds, and the codes to the bit: those of the kernel's own."""
         from jetfire.reference.quantize import quantize
@@ -147,11 +143,7 @@ class WeightStep(StandardOp):
 
 
 def scalars_of(
-    param: Tensor,
-    rate: Tensor,
-    step: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    param: Tensor, rate: Tensor, step: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> dict[str, Tensor | None]:
     """Return a step's scalars by name, in the order of the operators.
 

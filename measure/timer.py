@@ -388,15 +388,7 @@ def time_calls(
     if device.type == "cuda":
         with torch.cuda.device(device):
             return _time_cuda(
-                variants,
-                until,
-                sample_ms,
-                monitor,
-                power_ms,
-                capture,
-                warm_ms,
-                untimed,
-                timed,
+                variants, until, sample_ms, monitor, power_ms, capture, warm_ms, untimed, timed
             )
     return _time_cpu(variants, until, sample_ms, timed)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from jetfire.core import terminal
 from jetfire.models.advice import Advice, Advised, pattern
+from jetfire.report import output
+from jetfire.report.rows import grouped
 from jetfire.report.table import Table
 from jetfire.report.text import NOTHING, fixed, times
 
@@ -18,24 +17,20 @@ _FEW = 6  # names in a line
 _VERDICTS = {True: "convert", False: "keep", None: "unknown"}
 
 
-def show(advised: Advised, recipes: Sequence[str], kind: str) -> None:
+def show(advised: Advised, recipes: Sequence[str], form: str) -> None:
     """Give what is advised.
 
     Args:
         recipes: in the order of the columns.
-        kind: table, json or csv.
+        form: table, json or csv.
     """
-    found = _as_dict(advised)
-    terminal.result(found, lambda: _print(found, advised, recipes, kind))
-
-
-def _print(found: dict[str, Any], advised: Advised, recipes: Sequence[str], kind: str) -> None:
-    if kind == "json":
-        print(json.dumps(found, indent=1, allow_nan=False))
-    elif kind == "csv":
-        print(_as_csv(advised), end="")
-    else:
-        _print_table(advised, recipes)
+    output.give(
+        form,
+        _as_dict(advised),
+        lambda: _print(advised, recipes),
+        dict,
+        lambda: [_line(advice, advised.recipe) for advice in advised.layers],
+    )
 
 
 def _layer(advice: Advice, recipe: str) -> dict[str, Any]:
@@ -92,49 +87,38 @@ def _as_dict(advised: Advised) -> dict[str, Any]:
     }
 
 
-def _as_csv(advised: Advised) -> str:
-    """Return a line per layer, with columns such as ``int8-block64.products_ms``."""
-    lines = []
-    for advice in advised.layers:
-        found = _layer(advice, advised.recipe)
-        times, exact = found.pop("int8"), found.pop("sqnr_db")
-        line = dict(found)
-        for name, cost in times.items():
-            line |= {f"{name}.{key}": cost[key] for key in ("products_ms", "rest_ms")}
-        for name, decibels in exact.items():
-            line |= {f"{name}.sqnr_{key}": value for key, value in decibels.items()}
-        lines.append(line)
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()
+def _line(advice: Advice, recipe: str) -> dict[str, Any]:
+    """Return a layer as CSV has it, with columns such as ``int8-block64.products_ms``."""
+    found = _layer(advice, recipe)
+    times, exact = found.pop("int8"), found.pop("sqnr_db")
+    for name, cost in times.items():
+        found |= {f"{name}.{key}": cost[key] for key in ("products_ms", "rest_ms")}
+    for name, decibels in exact.items():
+        found |= {f"{name}.sqnr_{key}": value for key, value in decibels.items()}
+    return found
 
 
-def _print_table(advised: Advised, recipes: Sequence[str]) -> None:
-    console = terminal.console(width=160)
+def _print(advised: Advised, recipes: Sequence[str]) -> None:
+    console, table = terminal.console(width=160), _table(advised, recipes)
     sizes = " ".join(f"{name}={value}" for name, value in advised.model.items())
     console.print(terminal.styled(sizes, "bold"), soft_wrap=True)
     console.print(f"times in ms a step: {advised.source}", soft_wrap=True)
-    heads = ("layer", "", "m×n×k", "BF16", "FP8", *recipes, "SQNR dB: y dx dW", "verdict")
-    last = len(heads) - 1
-    table = Table(heads, left=(0, last)).rich(folded=(last,))
-    for same in _groups(advised):
-        table.add_row(*map(terminal.styled, _cells(same, advised, recipes)))
-    console.print(table)
+    console.print(table.rich(folded=(len(table.head) - 1,)))
     for line in _summary(advised):
         console.print(line, soft_wrap=True)
 
 
-def _groups(advised: Advised) -> list[list[Advice]]:
-    """Return layers that only their number tells apart together, in the order of the first."""
-    found: dict[tuple[Any, ...], list[Advice]] = {}
-    for advice in advised.layers:
+def _table(advised: Advised, recipes: Sequence[str]) -> Table:
+    """Return a line per layer; of layers that only their number tells apart, one together."""
+
+    def alike(advice: Advice) -> tuple[Any, ...]:
         layer = advice.layer
-        key = (pattern(layer.name), layer.m, layer.n, layer.k, advice.convert)
-        found.setdefault(key, []).append(advice)
-    return list(found.values())
+        return pattern(layer.name), layer.m, layer.n, layer.k, advice.convert
+
+    heads = ("layer", "", "m×n×k", "BF16", "FP8", *recipes, "SQNR dB: y dx dW", "verdict")
+    groups = grouped(advised.layers, alike).values()
+    lines = [_cells(same, advised, recipes) for same in groups]
+    return Table(heads, lines, (0, len(heads) - 1))
 
 
 def _cells(same: Sequence[Advice], advised: Advised, recipes: Sequence[str]) -> list[str]:

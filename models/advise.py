@@ -16,7 +16,7 @@ import torch
 
 from jetfire.core import terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, first_line
 from jetfire.core.problem import Block
 from jetfire.gpt2.bench.cases import COMPILE
 from jetfire.gpt2.data import tokens
@@ -174,6 +174,6 @@ def _step(
             calls, device.torch_device, _STEPS, _STEP_MS, budget_s=60.0, capture=False
         )
     except (RuntimeError, UsageError) as error:
-        terminal.note(f"step left out: {sources.first_line(error)}")
+        terminal.note(f"step left out: {first_line(error)}")
         return None
     return timing[variant].ms

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jetfire.core.errors import JetfireError, UsageError
+from jetfire.core.errors import JetfireError, UsageError, first_line
 from jetfire.gpt2.training.step import autocast
-from jetfire.models.sources import Batch, ModelSource, first_line
+from jetfire.models.sources import Batch, ModelSource
 from jetfire.models.step import loss_of, without_dropout
 from jetfire.nn import convert
 

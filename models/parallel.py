@@ -33,6 +33,7 @@ from jetfire.core.errors import (
     NoDeviceError,
     UsageError,
     WrongResultError,
+    first_line,
 )
 from jetfire.core.processes import Worker
 from jetfire.gpt2.bench import steps as training
@@ -44,7 +45,6 @@ from jetfire.measure.results import Row
 from jetfire.models.bench import ModelBench, case_of
 from jetfire.models.cases import SPREAD_PEERS, ModelCase, parallel_of
 from jetfire.models.sharded import ShardedSubject
-from jetfire.models.sources import first_line
 
 _ON_CPU = 2  # processes
 # For processes to end, and, once one has lost its connection, for the one that knows why to say so.

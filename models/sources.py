@@ -21,7 +21,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from jetfire.core import schema
-from jetfire.core.errors import JetfireError, UsageError, nearest, not_installed, unknown
+from jetfire.core.errors import (
+    JetfireError,
+    UsageError,
+    first_line,
+    nearest,
+    not_installed,
+    unknown,
+)
 from jetfire.core.files import MIB
 from jetfire.core.schema import Name, Plain, also, most
 from jetfire.gpt2.bench import cases
@@ -33,7 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 HF = "hf:"
-WORDS = "hf:NAME, a config.json or MODULE:FUNCTION"
 # By our name: transformers' common one, and the most that is accepted.
 SIZES = {
     "layers": ("num_hidden_layers", 1024),
@@ -134,10 +140,7 @@ class ConfigSource(ModelSource):
     def sample(self, batch: int, context: int, layers: int) -> ConfigSource:
         sizes = {**self.sizes, "layers": min(layers, self.fields().get("layers", layers))}
         return replace(
-            self,
-            sizes=sizes,
-            batch=min(batch, self.batch),
-            context=min(context, self.context),
+            self, sizes=sizes, batch=min(batch, self.batch), context=min(context, self.context)
         )
 
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
@@ -281,12 +284,6 @@ def _kinds(made: Any) -> str:
     return " and ".join(type(part).__name__ for part in parts[:4]) or "nothing"
 
 
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 @dataclass(frozen=True)
 class PresetSource(ModelSource):
     """A preset of `jetfire train`: our own GPT-2 or Llama, in BF16."""
@@ -335,10 +332,7 @@ def named_here(word: str) -> bool:
 
 
 def parse(
-    word: str,
-    changes: Mapping[str, str],
-    presets: bool = False,
-    others: Sequence[str] = ("run",),
+    word: str, changes: Mapping[str, str], presets: bool = False, others: Sequence[str] = ("run",)
 ) -> ModelSource:
     """Return the source of a word, some of its sizes changed; no torch is loaded.
 

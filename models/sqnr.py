@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from jetfire.core.problem import Block
-from jetfire.core.tensors import Quantized
 from jetfire.gpt2.training.step import autocast
 from jetfire.measure.peers import to_e4m3
 from jetfire.models.layers import CPU, weight_of
@@ -95,13 +94,8 @@ def _in_int8(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, block: Block) ->
     codes.append(
         int8_quantize(g.detach().contiguous(), block=block, rounding="stochastic", seed=seed)
     )
-    return _three([_floats(one, block) for one in codes], _product)
-
-
-def _floats(codes: Quantized, block: Block) -> torch.Tensor:
-    assert codes.q is not None
-    assert codes.scale is not None
-    return dequantize(codes.q, codes.scale, block)
+    pairs = (one.tensors for one in codes)
+    return _three([dequantize(q, scale, block) for q, scale in pairs], _product)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -111,15 +111,8 @@ class Int8Block(GPT2StreamBlock):
         """Return the stream of batch·length tokens × width after this block."""
         checked_stream(stream, self.flow, batch)
         dropout = self.dropout if self.training else 0.0
-        setting = Setting(
-            self.block,
-            self.flow,
-            self.norm1.eps,
-            dropout,
-            "tanh",
-            self.adds_gradients,
-            transposed=False,
-        )
+        eps, adds = self.norm1.eps, self.adds_gradients
+        setting = Setting(self.block, self.flow, eps, dropout, "tanh", adds)
 
         def attention(*parts: Tensor) -> Tensor:
             return self.attended(parts, batch, dropout)

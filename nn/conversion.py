@@ -389,24 +389,21 @@ def _why_not(
 
 def _replacement(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Module:
     new: nn.Module
-    if recipe.int4 is not None:
-        if _is_conv1d(module):
-            new = Int4Conv1D(module.weight, module.bias, recipe.int4)
-        else:
-            new = Int4Linear.over(module, recipe.int4)
+    weight, bias, transposed = module.weight, module.bias, _is_conv1d(module)
+    if (int4 := recipe.int4) is not None:
+        new = Int4Conv1D(weight, bias, int4) if transposed else Int4Linear.over(module, int4)
         return new.train(module.training)
-    assert recipe.block is not None
+    block = recipe.block
+    assert block is not None
     if frozen:
-        weight = module.weight.t() if _is_conv1d(module) else module.weight
-        return FrozenInt8Linear(weight, module.bias, recipe.block).train(module.training)
-    if _is_conv1d(module):
-        new = Int8Conv1D(module.weight, module.bias, recipe.block, recipe.fallback, recipe.kept)
+        new = FrozenInt8Linear(weight.t() if transposed else weight, bias, block)
+    elif transposed:
+        new = Int8Conv1D(weight, bias, block, recipe.fallback, recipe.kept)
     else:
+        kind = Int8Head if head and module.out_features % block else Int8Linear
         sizes = module.in_features, module.out_features
-        bias = module.bias is not None
-        kind = Int8Head if head and module.out_features % recipe.block else Int8Linear
-        new = kind(*sizes, bias, recipe.block, device="meta", kept=recipe.kept)
-        new.weight, new.bias = module.weight, module.bias
+        new = kind(*sizes, bias is not None, block, device="meta", kept=recipe.kept)
+        new.weight, new.bias = weight, bias
         if recipe.fallback is not None:
-            new.fallback = Fallback(recipe.fallback, module.weight.device)
+            new.fallback = Fallback(recipe.fallback, weight.device)
     return new.train(module.training)

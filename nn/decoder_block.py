@@ -72,15 +72,8 @@ class DecoderBlock(nn.Module):
 
         groups = _groups(self)
         first, second = _norms(self)
-        setting = Setting(
-            groups[0][0].block,
-            self.flow,
-            first.variance_epsilon,
-            0.0,
-            "gated",
-            adds=False,
-            transposed=False,
-        )
+        block, eps = groups[0][0].block, first.variance_epsilon
+        setting = Setting(block, self.flow, eps, 0.0, "gated")
         (of_qkv, qkv), (of_gate_up, gate_up) = self.joined_groups()
         _, output, _, down = groups
         products = [

@@ -146,8 +146,8 @@ class Setting(NamedTuple):
     eps: float
     dropout: float
     activation: Activation
-    adds: bool
-    transposed: bool
+    adds: bool = False
+    transposed: bool = False
 
 
 class Product(NamedTuple):
@@ -264,7 +264,7 @@ class _Enter(torch.autograd.Function):
         del g, ht
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(
-            s, dh, norm[0], mean, rstd, dx, seeds, 2, layout, setting
+            s, dh, norm[0], mean, rstd, dx, seeds[2:3], layout, setting
         )
         if handoff is not None:
             handoff.put(dx, copy)
@@ -294,7 +294,8 @@ class _Leave(torch.autograd.Function):
         p0, p1, p2 = products
         a = int8_quantize(attended, block=block, layout=layout_kept(p0.kept))
         y = times_weight(a, p0.codes, out="int8", bias=p0.bias, out_block=flow)
-        kept = kept_input(a, p0.kept, _key(seeds, _PACK0))
+        key = None if seeds is None else seeds[_PACK0 : _PACK0 + 1]
+        kept = kept_input(a, p0.kept, key)
         del a
         y = _dropped(y, setting, seeds, _MASK0)
         x, s, mean, rstd = int8_add(x, y, eps=eps)
@@ -360,7 +361,7 @@ class _Leave(torch.autograd.Function):
         dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         del df
         dx, copy, *of_norm = _normed_backward(
-            s, dh, norm[0], mean, rstd, dx, seeds, 4, "both", setting
+            s, dh, norm[0], mean, rstd, dx, seed(4), "both", setting
         )
         del dh
         g = _undropped(copy, setting, seeds, _MASK0)
@@ -369,11 +370,6 @@ class _Leave(torch.autograd.Function):
         of0 = gradients(g, restored_input(a, w0t, seed(_PACK0)), 0)
         of_products = (t for of in (of0, of1, of2) for t in (*of, *[None] * 4))
         return *[None] * 4, dx, dattended, *of_norm, *of_products
-
-
-def _key(seeds: Tensor | None, index: int) -> Tensor | None:
-    """Return one of the keys that backward will need; None where none follows."""
-    return None if seeds is None else seeds[index : index + 1]
 
 
 def _normed(
@@ -436,8 +432,7 @@ def _normed_backward(
     mean: Tensor | None,
     rstd: Tensor,
     dx: Tensor,
-    seeds: Tensor,
-    index: int,
+    seed: Tensor,
     layout: Layout,
     setting: Setting,
 ) -> tuple[Any, ...]:
@@ -445,20 +440,16 @@ def _normed_backward(
 
     Args:
         dx: that of the stream itself, past the norm.
-        index: that of the key among `seeds`.
     """
-    more: dict[str, Any] = {"layout": layout, "out_block": setting.block}
-    seed = seeds[index : index + 1]
+    more: dict[str, Any] = {"seed": seed, "layout": layout, "out_block": setting.block}
     if mean is None:
-        return int8_rmsnorm_add_backward(s, dh, weight, rstd, dx, seed=seed, **more)
-    return int8_layernorm_add_backward(s, dh, weight, mean, rstd, dx, seed=seed, **more)
+        return int8_rmsnorm_add_backward(s, dh, weight, rstd, dx, **more)
+    return int8_layernorm_add_backward(s, dh, weight, mean, rstd, dx, **more)
 
 
 def _halves(f: Quantized) -> tuple[Quantized, Quantized]:
     """Return the left and the right half of a matrix's columns, each of whole blocks."""
-    assert f.q is not None
-    assert f.scale is not None
-    parts = zip(f.q.chunk(2, dim=1), f.scale.chunk(2, dim=1), strict=True)
+    parts = zip(*(part.chunk(2, dim=1) for part in f.tensors), strict=True)
     gate, up = (Quantized(q, scale, block=f.block) for q, scale in parts)
     return gate, up
 
@@ -486,14 +477,6 @@ def _activated_backward(
     return int8_gelu_backward(f, du, approximate=form, layout="both", inplace=True, **more)
 
 
-def _beside(parts: Sequence[Quantized]) -> Quantized:
-    """Return matrices of whole blocks beside one another, without transposes."""
-    if len(parts) == 1:
-        return parts[0]
-    q, scale = (torch.cat(of, dim=1) for of in zip(*(p.tensors for p in parts), strict=True))
-    return Quantized(q, scale, block=parts[0].block)
-
-
 def joined(parts: Sequence[Quantized]) -> Quantized:
     """Return matrices of whole blocks under one another.
 
@@ -502,11 +485,11 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     if len(parts) == 1:
         return parts[0]
     q, scale = (torch.cat(of) for of in zip(*(part.tensors[:2] for part in parts), strict=True))
-    under = Quantized(q, scale, block=parts[0].block)
     if any(part.qt is None for part in parts):
-        return under
-    beside = _beside([alone(part.t) for part in parts])
-    return under._replace(qt=beside.q, scale_t=beside.scale)
+        return Quantized(q, scale, block=parts[0].block)
+    transposes = zip(*(part.t.tensors[:2] for part in parts), strict=True)
+    qt, scale_t = (torch.cat(of, dim=1) for of in transposes)
+    return Quantized(q, scale, qt, scale_t, parts[0].block)
 
 
 def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
@@ -520,11 +503,7 @@ def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantiz
 
 
 def _gradients(
-    g: Quantized,
-    xt: Quantized,
-    weights: Sequence[Tensor],
-    wanted: Product,
-    setting: Setting,
+    g: Quantized, xt: Quantized, weights: Sequence[Tensor], wanted: Product, setting: Setting
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of a product's weights and biases.
 
@@ -562,9 +541,8 @@ def _transposed_part(g: Quantized, start: int, size: int) -> Quantized:
     blocks = slice(start // block, start // block + ceil_div(size, block))
     if g.qt is not None and g.scale_t is not None:
         return Quantized(g.qt[columns], g.scale_t[blocks], block=block)
-    assert g.q is not None
-    assert g.scale is not None
-    return int8_transpose(Quantized(g.q[:, columns], g.scale[:, blocks], block=block))
+    q, scale = g.tensors
+    return int8_transpose(Quantized(q[:, columns], scale[:, blocks], block=block))
 
 
 def _dropped(y: Quantized, setting: Setting, seeds: Tensor | None, index: int) -> Quantized:

@@ -50,10 +50,8 @@ class FrozenInt8Linear(nn.Linear):
         self.requires_grad_(False)
 
     def _quantised(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        w = quantised_weight(weight, self.block, "q")
-        assert w.q is not None
-        assert w.scale is not None
-        return w.q, w.scale
+        q, scale = quantised_weight(weight, self.block, "q").tensors
+        return q, scale
 
     def dequantised(self) -> torch.Tensor:
         """Return codes times scales, out×in of `dtype`."""
@@ -70,14 +68,11 @@ class FrozenInt8Linear(nn.Linear):
         if isinstance(value, _FloatWeight) and value.layer is self:
             return
         if value.shape != self.codes.shape:
-            raise UsageError(f"weight of shape {tuple(value.shape)}: expected {self._shape}")
+            shape = self.out_features, self.in_features
+            raise UsageError(f"weight of shape {tuple(value.shape)}: expected {shape}")
         q, scale = self._quantised(checked_weight(value))
         self.codes.data.copy_(q)
         self.scale.copy_(scale)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""

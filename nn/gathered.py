@@ -41,12 +41,7 @@ _KEPT = {
     _ATEN._to_copy.default,
 }
 # What gives the same matrix again.
-_SAME = {
-    _ATEN.alias.default,
-    _ATEN.as_strided.default,
-    _ATEN.detach.default,
-    _ATEN.view.default,
-}
+_SAME = {_ATEN.alias.default, _ATEN.as_strided.default, _ATEN.detach.default, _ATEN.view.default}
 
 
 class CodedShard(torch.Tensor):

@@ -9,17 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers.activations import (
-    FastGELUActivation,
-    GELUActivation,
-    GELUTanh,
-    NewGELUActivation,
-)
+from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation
 from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.gpt2.modeling_gpt2 import (
-    ALL_ATTENTION_FUNCTIONS,
-    eager_attention_forward,
-)
+from transformers.models.gpt2.modeling_gpt2 import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import Setting, flowed, product_of
@@ -66,15 +58,9 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         attention_mask = mask_of(attention_mask)
         singly = encoder_hidden_states is not None or not in_bf16(hidden_states.device.type)
         if singly or not _layers_allow(self):
-            found: torch.Tensor = super().forward(
-                hidden_states,  # type: ignore[arg-type]
-                past_key_values,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                use_cache,
-                **kwargs,
-            )
+            encoder = encoder_hidden_states, encoder_attention_mask
+            given: Any = hidden_states, past_key_values, attention_mask, *encoder, use_cache
+            found: torch.Tensor = super().forward(*given, **kwargs)
             return found
 
         def attention(*parts: torch.Tensor) -> torch.Tensor:
@@ -86,16 +72,9 @@ class GPT2Block(modeling_gpt2.GPT2Block):
             interface = ALL_ATTENTION_FUNCTIONS.get_interface(
                 own.config._attn_implementation, eager_attention_forward
             )
-            output = interface(
-                own,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=own.attn_dropout.p if self.training else 0.0,
-                scaling=own.scaling,
-                **kwargs,
-            )
+            given = own, query, key, value, attention_mask
+            p = own.attn_dropout.p if self.training else 0.0
+            output = interface(*given, dropout=p, scaling=own.scaling, **kwargs)
             called(own, hidden_states, output)
             attended: torch.Tensor = output[0]
             return attended
@@ -107,7 +86,6 @@ class GPT2Block(modeling_gpt2.GPT2Block):
             self.ln_1.eps,
             own.resid_dropout.p if self.training else 0.0,
             _FORMS[type(mlp.act)],
-            adds=False,
             transposed=True,
         )
         stream = stream_of(hidden_states, self.flow)

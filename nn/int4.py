@@ -30,13 +30,7 @@ from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.made import MadeOfWeight
-from jetfire.nn.products import (
-    FLOATS,
-    Handoff,
-    Placed,
-    checked_weight,
-    keys_for_backward,
-)
+from jetfire.nn.products import FLOATS, Handoff, Placed, checked_weight, keys_for_backward
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
 from jetfire.ops import (
     int4_gather_rows,

@@ -81,18 +81,6 @@ class _Flow(NamedTuple):
     dropout: float
 
 
-class _To(NamedTuple):
-    """Where a half leaves the codes of its stream's gradient, for the product before it.
-
-    Attributes:
-        handoff: None if nobody takes them.
-        block: the side of their blocks.
-    """
-
-    handoff: Handoff | None
-    block: Block
-
-
 class _Norm(NamedTuple):
     """A LayerNorm and what it reads, in the order in which autograd is given it.
 
@@ -116,24 +104,31 @@ class _Norm(NamedTuple):
         return h, self._replace(mean=mean, rstd=rstd)
 
     def backward(
-        self, dh: Quantized, dx: Tensor, flow: _Flow, seed: Tensor, to: _To
+        self,
+        dh: Quantized,
+        dx: Tensor,
+        flow: _Flow,
+        seed: Tensor,
+        before: Handoff | None,
+        block: Block,
     ) -> tuple[Tensor | None, ...]:
         """Return the stream's gradient through the norm and past it, and those of its fields.
 
         Args:
             dh: of its output; dx: of the stream past it.
-            to: who takes the codes of the stream's gradient.
+            before: has the codes of the stream's gradient, in such blocks; None if nobody takes
+                them.
         """
         assert self.mean is not None
         assert self.rstd is not None
         s = Quantized(self.q, self.scale, block=flow.side)
         rows = self.weight, self.mean, self.rstd
-        more: dict[str, Any] = {"layout": "both", "out_block": to.block} if to.handoff else {}
+        more: dict[str, Any] = {"layout": "both", "out_block": block} if before else {}
         dx, codes, dweight, dbias = int8_layernorm_add_backward(
             s, dh, *rows, dx.contiguous(), seed=seed, **more
         )
-        if to.handoff is not None:
-            to.handoff.put(dx, codes)
+        if before is not None:
+            before.put(dx, codes)
         return dx, *[None] * 4, dweight, dbias
 
 
@@ -155,8 +150,7 @@ class _Enter(torch.autograd.Function):
         y, kept = multiply(h, product)
         if kept is not None:
             ctx.save_for_backward(seeds, *norm, *kept)
-        ctx.flow, ctx.setting = flow, product.setting
-        ctx.to = _To(before, product.setting.block(flow.side))
+        ctx.flow, ctx.before, ctx.setting = flow, before, product.setting
         return x.view_as(x), *y.chunk(3, dim=1)
 
     @staticmethod
@@ -165,11 +159,12 @@ class _Enter(torch.autograd.Function):
         (dx, *parts), flow = grads, ctx.flow
         seeds, *saved = ctx.saved_tensors
         norm, kept = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM:])
-        dy = side_by_side(parts, ctx.setting.block(flow.side), seeds[0:1])
+        block = ctx.setting.block(flow.side)
+        dy = side_by_side(parts, block, seeds[0:1])
         wants = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
         rounded = Rounded(flow.side, seeds[1:2])
         dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants, rounded)
-        of_norm = norm.backward(dh, dx, flow, seeds[2:3], ctx.to)
+        of_norm = norm.backward(dh, dx, flow, seeds[2:3], ctx.before, block)
         return None, None, None, *of_norm, *of_product
 
 
@@ -195,8 +190,8 @@ class _Mlp(torch.autograd.Function):
         y = multiply_alone(int8_gelu(f), product2)
         if kept1 is not None:
             ctx.save_for_backward(seeds, f.q, f.scale, *norm, *kept1, *product2[:-1])
-        ctx.flow, ctx.settings = flow, (product1.setting, product2.setting)
-        ctx.to, ctx.after = _To(before, product1.setting.block(flow.side)), after
+        ctx.flow, ctx.before, ctx.after = flow, before, after
+        ctx.settings = product1.setting, product2.setting
         return x.view_as(x), y
 
     @staticmethod
@@ -212,17 +207,18 @@ class _Mlp(torch.autograd.Function):
         f = Quantized(q, scale, block=flow.side)
         kept2 = keep(int8_gelu(f), product2)
         first, second = ctx.settings
+        block = first.block(flow.side)
         rounded = Rounded(flow.side, seeds[0:1])
         given = handed(ctx.after, dy, second)
         g, *of_second = multiply_backward(given, kept2, second, True, wants2, rounded)
         del kept2, given
-        more: dict[str, Any] = {"seed": seeds[1:2], "out_block": first.block(flow.side)}
+        more: dict[str, Any] = {"seed": seeds[1:2], "out_block": block}
         df = int8_gelu_backward(f, g, layout="both", inplace=True, **more)
         del g
         rounded = Rounded(flow.side, seeds[2:3])
         dh, *of_first = multiply_backward(df, kept1, first, True, wants1, rounded)
         del df
-        of_norm = norm.backward(dh, dx, flow, seeds[3:4], ctx.to)
+        of_norm = norm.backward(dh, dx, flow, seeds[3:4], ctx.before, block)
         return None, None, None, None, *of_norm, *of_first, *of_second
 
 

@@ -94,9 +94,7 @@ def _backward(
     learns: bool,
     transposed: bool,
     dtype: FloatName,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
+    *wanted: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients that are wanted."""
     weight = Quantized(wt, wt_scale, w, w_scale, block)
@@ -106,7 +104,7 @@ def _backward(
         product: torch.Tensor = int8_gemm(*((a, gt) if transposed else (gt, a)), out=dtype)
         return product
 
-    return _gradients(g, seed, weight, block, of_the_weight, of_x, of_weight, of_bias)
+    return _gradients(g, seed, weight, block, of_the_weight, *wanted)
 
 
 def _fallback_backward(
@@ -123,9 +121,7 @@ def _fallback_backward(
     block: Block,
     transposed: bool,
     dtype: FloatName,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
+    *wanted: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients that are wanted, the weight's of both planes of the input's codes."""
     a, r = (Quantized(*part, block=block) for part in ((at, at_scale), (rt, rt_scale)))
@@ -134,7 +130,7 @@ def _fallback_backward(
         return int8_fallback_gemm(a, r, gt, out=dtype, transpose=not transposed)
 
     weight = Quantized(wt, wt_scale, w, w_scale, block)
-    return _gradients(g, seed, weight, block, of_the_weight, of_x, of_weight, of_bias)
+    return _gradients(g, seed, weight, block, of_the_weight, *wanted)
 
 
 def _gradients(
@@ -286,11 +282,7 @@ class Int8Linear(nn.Linear, Int8Weights):
         return self._applied(input, weight, bias, codes)
 
     def _applied(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        codes: Quantized,
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, codes: Quantized
     ) -> torch.Tensor:
         given = input, weight, bias, codes, self.training
         return applied(*given, False, self.fallback, self.kept)

@@ -107,15 +107,8 @@ class Int8LlamaBlock(StreamBlock):
         """Return the stream of batch·length tokens × width after this block."""
         checked_stream(stream, self.flow, batch)
         dropout = self.dropout if self.training else 0.0
-        setting = Setting(
-            self.block,
-            self.flow,
-            self.eps,
-            dropout,
-            "gated",
-            self.adds_gradients,
-            transposed=False,
-        )
+        adds = self.adds_gradients
+        setting = Setting(self.block, self.flow, self.eps, dropout, "gated", adds)
         (of_qkv, qkv), (of_gate_up, gate_up) = self.joined_groups()
         products = [
             product_of(qkv, of_qkv.of(qkv)),

@@ -18,13 +18,7 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import sizes
 from jetfire.nn.embedding import TiedGradient
-from jetfire.nn.products import (
-    FLOATS,
-    flat,
-    keys_for_backward,
-    times_weight,
-    unflat,
-)
+from jetfire.nn.products import FLOATS, flat, keys_for_backward, times_weight, unflat
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
 
@@ -57,11 +51,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         dx = dlogits @ w if ctx.needs_input_grad[0] else None
         dw = _weight_gradient(dlogits, x, ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return dx, _untied(dw, ctx.tied), None, None, None
+        return dx, _untied(dw, ctx.weight_dtype, ctx.tied), None, None, None
 
 
-def _untied(dw: torch.Tensor | None, tied: TiedGradient | None) -> torch.Tensor | None:
-    """Return a weight's gradient, but None where the embedding returns it with its own."""
+def _untied(
+    dw: torch.Tensor | None, dtype: torch.dtype, tied: TiedGradient | None
+) -> torch.Tensor | None:
+    """Return a weight's gradient in its dtype; None where the embedding returns it with its own."""
+    dw = None if dw is None else dw.to(dtype)
     if tied is None or dw is None:
         return dw
     tied.put(dw)
@@ -73,6 +70,12 @@ def _weight_gradient(dlogits: torch.Tensor, x: torch.Tensor, dtype: torch.dtype)
     if dlogits.is_cuda and dtype == torch.float32 and dlogits.dtype != dtype:
         return torch.mm(dlogits.t(), x, out_dtype=dtype)
     return (dlogits.t() @ x).to(dtype)
+
+
+def _gradient_codes(*tensors: torch.Tensor, **options: Any) -> Quantized:
+    """Return the codes of the logits' gradient, both ways, rounded stochastically."""
+    options |= {"rounding": "stochastic", "layout": "both"}
+    return int8_cross_entropy_backward(*tensors, **options)
 
 
 class _Int8LinearCrossEntropy(torch.autograd.Function):
@@ -107,29 +110,20 @@ class _Int8LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         targets, logits, lse, seeds, *codes = ctx.saved_tensors
         at, wt = unflat(codes, ctx.block)
-        assert at.q is not None
-        assert at.scale is not None
         _, size = sizes.head_parts(*logits.shape)
         by_row = (t.split(size) for t in (logits, targets, lse, grads[0].contiguous()))
-        by_column = at.q.split(size, 1), at.scale.split(size // ctx.block, 1)
+        of_x, scales = at.tensors
+        by_column = of_x.split(size, 1), scales.split(size // ctx.block, 1)
         dxs, dw = [], None
         for *part, q, scale, seed in zip(*by_row, *by_column, seeds.split(1), strict=True):
-            g = int8_cross_entropy_backward(
-                *part,
-                block=ctx.block,
-                valid=ctx.valid,
-                rounding="stochastic",
-                layout="both",
-                seed=seed,
-            )
+            g = _gradient_codes(*part, block=ctx.block, valid=ctx.valid, seed=seed)
             if ctx.needs_input_grad[0]:
                 dxs.append(times_weight(g, wt, out=FLOATS[logits.dtype]))
             if ctx.needs_input_grad[1]:
                 dw = int8_gemm(g.t, Quantized(q, scale, block=ctx.block), out="fp32", c=dw)
             del g  # else the next part's codes are made beside them
         dx = torch.cat(dxs) if len(dxs) > 1 else next(iter(dxs), None)
-        dw = None if dw is None else dw.to(ctx.weight_dtype)
-        return dx, _untied(dw, ctx.tied), *[None] * 9
+        return dx, _untied(dw, ctx.weight_dtype, ctx.tied), *[None] * 9
 
 
 class _Int8MeanInParts(torch.autograd.Function):
@@ -167,17 +161,9 @@ class _Int8MeanInParts(torch.autograd.Function):
             g = None
             if learns:
                 assert seeds is not None
-                g = int8_cross_entropy_backward(
-                    logits,
-                    its,
-                    lse,
-                    share.expand(its.shape[0]).contiguous(),
-                    block=block,
-                    valid=valid,
-                    rounding="stochastic",
-                    layout="both",
-                    seed=seeds[i : i + 1],
-                )
+                each = share.expand(its.shape[0]).contiguous()
+                seed = seeds[i : i + 1]
+                g = _gradient_codes(logits, its, lse, each, block=block, valid=valid, seed=seed)
             del logits  # else the next part's stand beside them
             if g is not None and ctx.needs_input_grad[0]:
                 dxs.append(times_weight(g, w.t, out=FLOATS[x.dtype]))
@@ -192,8 +178,7 @@ class _Int8MeanInParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dw = (None if t is None else t * grads[0] for t in ctx.saved_tensors)
-        dw = None if dw is None else dw.to(ctx.weight_dtype)
-        return dx, _untied(dw, ctx.tied), *[None] * 10
+        return dx, _untied(dw, ctx.weight_dtype, ctx.tied), *[None] * 10
 
 
 def mean_linear_cross_entropy(

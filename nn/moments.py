@@ -38,10 +38,7 @@ def zeros(param: torch.Tensor, bf16: bool) -> dict[str, torch.Tensor] | None:
     part = matrix(param)
     groups = scales(*part.shape)
     first, second = (
-        (
-            torch.zeros_like(part, dtype=torch.int8),
-            part.new_zeros(groups, dtype=torch.float32),
-        )
+        (torch.zeros_like(part, dtype=torch.int8), part.new_zeros(groups, dtype=torch.float32))
         for _ in MOMENTS
     )
     step = torch.zeros((), dtype=torch.float32, device=param.device)

@@ -13,12 +13,7 @@ from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn.linear import rows, wide
 from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward
-from jetfire.ops import (
-    int8_dequantize,
-    int8_layernorm,
-    int8_layernorm_backward,
-    int8_quantize,
-)
+from jetfire.ops import int8_dequantize, int8_layernorm, int8_layernorm_backward, int8_quantize
 
 
 def _forward(

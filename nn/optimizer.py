@@ -176,7 +176,8 @@ class AdamW(torch.optim.AdamW):
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True))
         ours = [row for row in rows if row[0] in self._int8 and _takes(*row)]
         if ours:
-            others = [row for row in rows if row[0] not in {mine[0] for mine in ours}]
+            mine = {row[0] for row in ours}
+            others = [row for row in rows if row[0] not in mine]
             for i, column in enumerate((params, grads, exp_avgs, exp_avg_sqs, steps)):
                 column[:] = [row[i] for row in others]
         ours += [(p, *moments.row(p, self.state[p])) for p in in_codes]
@@ -198,14 +199,10 @@ class AdamW(torch.optim.AdamW):
         """Make a step of some parameters: each with gradient, what is kept of it, and its count."""
         steps = [row[-1] for row in rows]
         torch._foreach_add_(steps, 1)
-        beta1, beta2 = group["betas"]
-        scalars = {row[0].device: self._scalars(group, row[0].device) for row in rows}
-        options = {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "decay": group["weight_decay"],
-        }
+        devices = dict.fromkeys(row[0].device for row in rows)
+        scalars = {device: self._scalars(group, device) for device in devices}
+        shared = dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        shared |= {"eps": group["eps"], "decay": group["weight_decay"]}
         seeds = self._seeds([(row[0], row[-1]) for row in rows if row[0].dtype != torch.float32])
         with ExitStack() as stack:
             lanes = {device: stack.enter_context(branches(device, _LANES)) for device in scalars}
@@ -214,21 +211,16 @@ class AdamW(torch.optim.AdamW):
                 room = mine.room() if mine else None
                 # Codes that are made here for the first time must belong to the current stream.
                 with nullcontext() if mine and room is None else lane:
-                    rate, *guards = scalars[param.device]
-                    guarded = dict(zip(("grad_scale", "found_inf"), guards, strict=True))
+                    options = {**shared, **scalars[param.device], "step": step}
                     if param in seeds:
-                        guarded["seed"] = seeds[param]
-                    codes = _stepped(mine, room, param, state, rate, step, **options, **guarded)
+                        options["seed"] = seeds[param]
+                    codes = _stepped(mine, room, param, state, **options)
                 if mine:
                     assert codes is not None
                     mine.written(codes)
                     self._updated.append(mine)
-        failed = {
-            device: (found_inf != 0).float()
-            for device, (_, _, found_inf) in scalars.items()
-            if found_inf is not None
-        }
-        if failed:
+        if all("found_inf" in of for of in scalars.values()):
+            failed = {device: (of["found_inf"] != 0).float() for device, of in scalars.items()}
             torch._foreach_sub_(steps, [failed[row[0].device] for row in rows])
 
     def _seeds(
@@ -250,25 +242,20 @@ class AdamW(torch.optim.AdamW):
             found |= {param: keys[i : i + 1] for i, (param, _) in enumerate(here)}
         return found
 
-    def _scalars(
-        self, group: dict[str, Any], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return rate, grad_scale and found_inf on a device, without waiting for it."""
+    def _scalars(self, group: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+        """Return rate and, where one is set, both guards on a device, without waiting for it."""
 
         def there(x: Any) -> torch.Tensor:
             if isinstance(x, torch.Tensor):
                 return x.to(device, torch.float32, non_blocking=True)
             return torch.full((), float(x), dtype=torch.float32, device=device)
 
-        rate = there(group["lr"])
-        grad_scale, found_inf = (getattr(self, key, None) for key in ("grad_scale", "found_inf"))
-        if grad_scale is None and found_inf is None:
-            return rate, None, None
-        return (
-            rate,
-            there(1.0 if grad_scale is None else grad_scale),
-            there(0.0 if found_inf is None else found_inf),
-        )
+        found = {"rate": there(group["lr"])}
+        guards = {"grad_scale": 1.0, "found_inf": 0.0}
+        given = {name: getattr(self, name, None) for name in guards}
+        if any(guard is not None for guard in given.values()):
+            found |= {n: there(guards[n] if x is None else x) for n, x in given.items()}
+        return found
 
     def _leave_codes(self) -> None:
         """Leave codes with all that the step updated."""
@@ -282,18 +269,16 @@ def _stepped(
     room: Quantized | None,
     param: torch.Tensor,
     state: Sequence[torch.Tensor],
-    rate: torch.Tensor,
-    step: torch.Tensor,
     **options: Any,
 ) -> Quantized | None:
     """Make a parameter's step, with moments as they are kept; return an INT8 weight's codes."""
     if len(state) == 3:
         assert mine is not None
-        return int8_adamw(param, *state, rate, step, block=mine.block, out=room, **options)
+        return int8_adamw(param, *state, block=mine.block, out=room, **options)
     where: dict[str, Any] = {"layout": "none"}
     if mine is not None:
         where = {"block": mine.block, "out": room}
-    return int8_adamw8(moments.matrix(param), *state, rate, step, **where, **options)
+    return int8_adamw8(moments.matrix(param), *state, **where, **options)
 
 
 def _have_own_parts(*columns: list[torch.Tensor]) -> None:

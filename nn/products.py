@@ -228,27 +228,18 @@ _transpose_and_multiply = composed(
 )
 
 
-def product_of_transposes(at: Quantized, bt: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """Return Aᵀ·B of two matrices with as many rows: a weight's gradient.
-
-    Args:
-        at, bt: codes of Aᵀ and of Bᵀ.
-    """
-    return int8_gemm(at, bt, out=FLOATS[dtype])
-
-
 def weight_gradient(
     at: Quantized, bt: Quantized, weight: torch.Tensor, adds: bool
 ) -> torch.Tensor | None:
     """Return a weight's gradient Aᵀ·B in its dtype; None where it was added to the one there.
 
     Args:
-        at, bt: as in `product_of_transposes`.
+        at, bt: codes of Aᵀ and of Bᵀ, two matrices with as many rows.
         adds: whether it may be added in the product itself.
     """
     grad = weight.grad if adds else None
     if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
-        return product_of_transposes(at, bt, weight.dtype)
+        return int8_gemm(at, bt, out=FLOATS[weight.dtype])
     int8_gemm(at, bt, out="fp32", c=grad)
     return None
 

@@ -18,12 +18,7 @@ from jetfire.core.tensors import Quantized
 from jetfire.nn import products
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.made import MadeOfWeight
-from jetfire.nn.products import (
-    Int8Weights,
-    QuantisedWeight,
-    is_dtensor,
-    quantised_weight,
-)
+from jetfire.nn.products import Int8Weights, QuantisedWeight, is_dtensor, quantised_weight
 
 # Variance of a rounding error, in squares of a code's step: to nearest the error is uniform over
 # one step; stochastically it is f·(1 − f) of a fraction f that is uniform.
@@ -60,28 +55,27 @@ class CodesQuality:
         Args:
             missed: the second plane of codes, where there is one.
         """
-        assert x.q is not None
-        assert x.scale is not None
-        scale = x.scale.double()
+        q, scale = x.tensors[:2]
+        scale = scale.double()
         step, share = scale, scale.new_zeros(())
         if missed is not None:
             assert missed.scale is not None
             falls = missed.scale != 0
             step, share = torch.where(falls, missed.scale.double(), scale), falls.double().mean()
         rows, columns = (
-            torch.full((blocks,), float(x.block), dtype=torch.float64, device=x.q.device)
+            torch.full((blocks,), float(x.block), dtype=torch.float64, device=q.device)
             for blocks in scale.shape
         )
-        for counts, size in ((rows, x.q.shape[0]), (columns, x.q.shape[1])):
+        for counts, size in ((rows, q.shape[0]), (columns, q.shape[1])):
             counts[-1] = size - (len(counts) - 1) * x.block
         noise = (_STOCHASTIC if stochastic else _NEAREST) * (rows @ step.square() @ columns)
-        at_once = max(1, _AT_ONCE // (x.q.shape[1] * x.block))  # rows of blocks
-        parts = zip(x.q.split(at_once * x.block), scale.split(at_once), strict=True)
+        at_once = max(1, _AT_ONCE // (q.shape[1] * x.block))  # rows of blocks
+        parts = zip(q.split(at_once * x.block), scale.split(at_once), strict=True)
         sums = torch.stack([_sums(*part, x.block) for part in parts]).sum(0)
         found = torch.cat([sums, torch.stack([noise, scale.max(), share])])
         signal, zeros, clipped, error, largest, fallback = found.tolist()  # waits once
         sqnr = 10 * math.log10(signal / error) if signal and error else math.inf
-        return cls(sqnr, zeros / x.q.numel(), clipped / x.q.numel(), largest, fallback)
+        return cls(sqnr, zeros / q.numel(), clipped / q.numel(), largest, fallback)
 
 
 def _sums(q: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetfire.measure.ncu import REASONS
 from jetfire.measure.results import STALL, Row, shape_text
 from jetfire.report.chart import (
     KERNEL_COLOURS,
@@ -20,7 +21,7 @@ from jetfire.report.chart import (
 )
 from jetfire.report.rows import grouped, varying
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, scaled, time_text, times
+from jetfire.report.text import NOTHING, fixed, scaled, time_text, times
 
 Counted = Mapping[str, Any]
 BUSY = 60.0  # percent of a peak, from which on it is what limits a kernel
@@ -30,41 +31,6 @@ MOST_BARS = 30  # of a chart
 SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 # What goes first where a terminal is narrow.
 SPARE = ("conflicts", "registers", "occupancy", "L2", "DRAM rate", "SM", "DRAM")
-HEAD = (
-    "time",
-    "SM",
-    "memory",
-    "DRAM rate",
-    "tensor",
-    "DRAM",
-    "of counted",
-    "L2",
-    "conflicts",
-    "occupancy",
-    "registers",
-    "waits for",
-)
-# What a stalled warp waits for (Nsight Compute's documentation, "Warp Stall Reasons").
-REASONS = {
-    "barrier": "other warps at a barrier",
-    "branch_resolving": "a branch",
-    "dispatch_stall": "the dispatcher",
-    "drain": "its last stores",
-    "gmma": "the registers of a wgmma",
-    "imc_miss": "constants that no cache has",
-    "lg_throttle": "the queue of global memory",
-    "long_scoreboard": "global or local memory",
-    "math_pipe_throttle": "a math pipe",
-    "membar": "a memory barrier",
-    "mio_throttle": "the queue of shared memory",
-    "misc": "other things",
-    "no_instruction": "the next instruction",
-    "not_selected": "its turn",
-    "short_scoreboard": "shared memory",
-    "sleeping": "its sleep",
-    "tex_throttle": "the queue of textures",
-    "wait": "a fixed latency",
-}
 # What limits a kernel that has a share of its peak, by counter.
 _LIMITS = {"tensor_pct": "the tensor pipes", "dram_pct": "DRAM", "memory_pct": "memory's pipes"}
 _LIMITS |= {"sm_pct": "instructions"}
@@ -125,34 +91,34 @@ def limiter(counters: Counted) -> str:
 
 def difference(winner: Counted, default: Counted) -> str:
     """Return in one sentence in what the winner of a search differs most from the default."""
-    pairs = {
-        name: (left, right, named, written, least)
-        for name, (named, written, least) in _COMPARED.items()
-        if (left := _value(winner, name)) is not None
-        and (right := _value(default, name)) is not None
-    }
-    if "bank_conflicts" in pairs:  # a hundredth of the accesses to L2 is none to speak of
-        left, right, named, written, _ = pairs["bank_conflicts"]
-        least = 1.0 + max(winner.get("l2_bytes", 0.0), default.get("l2_bytes", 0.0)) / 128 / 100
-        pairs["bank_conflicts"] = (left, right, named, written, least)
+    found: list[tuple[float, str]] = []  # how far apart, and in what
+
+    def compare(
+        named: str, left: float, right: float, written: Callable[[float], str], least: float
+    ) -> None:
+        if left + least > 0 and right + least > 0:
+            text = f"{named}: {written(left)}, the default's {written(right)}"
+            found.append((abs(math.log((left + least) / (right + least))), text))
+
+    for name, (named, written, least) in _COMPARED.items():
+        left, right = _value(winner, name), _value(default, name)
+        if left is not None and right is not None:
+            if name == "bank_conflicts":  # a hundredth of the accesses to L2 is none to speak of
+                most = max(winner.get("l2_bytes", 0.0), default.get("l2_bytes", 0.0))
+                least = 1.0 + most / 128 / 100
+            compare(named, left, right, written, least)
     waits = stalls(winner), stalls(default)
     least = _STALL_LEAST * max(math.fsum(side.values()) for side in waits)
     for reason in dict.fromkeys([*waits[0], *waits[1]]):
         left, right = (side.get(reason, 0.0) for side in waits)
         named = f"warps that wait for {reason_text(reason)}"
-        pairs[reason] = (left, right, named, lambda v: f"{v:.2f} per issue", least)
-    logs = {
-        name: abs(math.log((left + least) / (right + least)))
-        for name, (left, right, _, _, least) in pairs.items()
-        if left + least > 0 and right + least > 0
-    }
-    name = max(logs, key=lambda one: logs[one], default=None)
-    if name is None:
+        compare(named, left, right, "{:.2f} per issue".format, least)
+    if not found:
         return "winner and default have no counter in common"
-    if logs[name] < math.log(1 + SAME):
+    apart, text = max(found, key=lambda one: one[0])
+    if apart < math.log(1 + SAME):
         return f"winner and default differ by less than {SAME:.0%} in every counter"
-    left, right, named, written, _ = pairs[name]
-    return f"the largest difference is in {named}: {written(left)}, the default's {written(right)}"
+    return f"the largest difference is in {text}"
 
 
 def verdict(winner: Counted, default: Counted | None) -> str:
@@ -182,22 +148,23 @@ def _value(counters: Counted, name: str) -> float | None:
     return None if None in parts else math.fsum(part or 0.0 for part in parts)
 
 
-def cells(counters: Counted) -> list[str]:
-    """Return the texts of a line, below `HEAD`."""
-    shares = [_share(counters.get(f"{name}_pct")) for name in ("sm", "memory", "dram", "tensor")]
+def cells(counters: Counted) -> dict[str, str]:
+    """Return the texts of a line by column."""
     most = [f"{name} {value:.1f}" for name, value in list(stalls(counters).items())[:3]]
-    conflicts, registers = counters.get("bank_conflicts"), counters.get("registers")
-    return [
-        time_text(counters.get("duration_ms")),
-        *shares,
-        scaled(_value(counters, "dram"), SIZES),
-        times(counters.get("dram_of_counted")),
-        scaled(counters.get("l2_bytes"), SIZES),
-        NOTHING if conflicts is None else f"{conflicts:.0f}",
-        _share(counters.get("occupancy_pct")),
-        NOTHING if registers is None else f"{registers:.0f}",
-        ", ".join(most),
-    ]
+    return {
+        "time": time_text(counters.get("duration_ms")),
+        "SM": _share(counters.get("sm_pct")),
+        "memory": _share(counters.get("memory_pct")),
+        "DRAM rate": _share(counters.get("dram_pct")),
+        "tensor": _share(counters.get("tensor_pct")),
+        "DRAM": scaled(_value(counters, "dram"), SIZES),
+        "of counted": times(counters.get("dram_of_counted")),
+        "L2": scaled(counters.get("l2_bytes"), SIZES),
+        "conflicts": fixed(counters.get("bank_conflicts")),
+        "occupancy": _share(counters.get("occupancy_pct")),
+        "registers": fixed(counters.get("registers")),
+        "waits for": ", ".join(most),
+    }
 
 
 def _share(percent: float | None) -> str:
@@ -210,8 +177,9 @@ def table(lines: Sequence[tuple[str, str, Counted]]) -> Table:
     Args:
         lines: each with the problem, who was counted, and the counters.
     """
-    head = ["counters of", "", *HEAD]
-    return Table(head, [[*names, *cells(one)] for *names, one in lines], (0, 1, len(head) - 1))
+    head = ["counters of", "", *cells({})]
+    rows = [[*names, *cells(one).values()] for *names, one in lines]
+    return Table(head, rows, (0, 1, len(head) - 1))
 
 
 def _named(rows: Sequence[Row]) -> list[tuple[str, str, Counted]]:

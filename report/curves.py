@@ -22,14 +22,7 @@ from jetfire.report.chart import (
     save,
     verbatim,
 )
-from jetfire.report.page import (
-    COLOURS,
-    PageChart,
-    blank,
-    escaped,
-    render,
-    require_plotly,
-)
+from jetfire.report.page import COLOURS, PageChart, blank, escaped, render, require_plotly
 from jetfire.report.watched import WatchedRun
 
 if TYPE_CHECKING:

@@ -110,9 +110,6 @@ class FittedTable:
         lines = [line for line in self._lines if not line.title or (titles and i == 0)]
         return [self.head[i], *(line.cells[i].plain for line in lines)]
 
-    def _natural(self, columns: Iterable[int]) -> list[int]:
-        return [_widest(self._texts(i)) for i in columns]
-
     def _least(self, columns: Iterable[int]) -> list[int]:
         """Return the widths at which no text takes more lines than it may."""
         found = []
@@ -128,7 +125,7 @@ class FittedTable:
         both = list(zip(columns, words, widths, strict=True))
         _shrink(widths, [word if i in self.left else width for i, word, width in both], room)
         _shrink(widths, words, room)  # numbers, too, come apart from their units
-        _widen(widths, self._natural(columns), room)
+        _widen(widths, [_widest(self._texts(i)) for i in columns], room)
         return widths
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from jetfire.core import registry
@@ -11,7 +12,7 @@ from jetfire.measure.results import Results, Row, problem_text
 from jetfire.report import show
 from jetfire.report.rows import fastest, grouped, having, measured, ratio
 from jetfire.report.table import Section, Table
-from jetfire.report.text import fixed, mean, rate_text, share, significant, time_text, times
+from jetfire.report.text import fixed, rate_text, share, significant, time_text, times
 
 FP16 = "cublas_fp16"  # the paper's own peer (arXiv 2306.11987)
 Shape = tuple[int, int, int]
@@ -74,7 +75,7 @@ def _ratios(rows: dict[Shape, Row]) -> list[float]:
 
 
 def _mean(ratios: list[float]) -> str:
-    return times(mean(ratios) if ratios else None)
+    return times(geometric_mean(ratios) if ratios else None)
 
 
 def layers(results: Results) -> Section:

@@ -20,16 +20,7 @@ if TYPE_CHECKING:
 
 GRID = "rgba(128,128,128,0.25)"
 # Of lines, told from white and from black alike; the first four are Okabe and Ito's.
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#a67c00",
-    "#aa4499",
-    "#888888",
-    "#5e7f2f",
-)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a67c00", "#aa4499", "#888888", "#5e7f2f")
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,7 @@ if TYPE_CHECKING:
 
 # The peer that a kernel's time is first compared with, after its op's own (`Op.baselines`): what
 # training uses today.
-BASELINES = (
-    "cublas_bf16",
-    "compile",
-    "bf16_matmul",
-    "fp32_matmul",
-    "eager",
-    "copy",
-    "launch",
-)
+BASELINES = ("cublas_bf16", "compile", "bf16_matmul", "fp32_matmul", "eager", "copy", "launch")
 # What goes first where a terminal is narrow: kernel, time and error stay.
 SPARE = (
     "p20–p80",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,9 +120,3 @@ def fields_text(fields: Mapping[str, Any]) -> str:
 def where(device: Mapping[str, Any]) -> str:
     """Return a device's name, with what a CPU's figures are worth."""
     return f"{device.get('name')}{f' – {NO_GPU}' if device.get('kind') == 'cpu' else ''}"
-
-
-def mean(values: Iterable[float]) -> float:
-    """Return the geometric mean."""
-    logs = [math.log(value) for value in values]
-    return math.exp(math.fsum(logs) / len(logs))

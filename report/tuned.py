@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import FailFast, Field
@@ -35,7 +36,7 @@ from jetfire.report.chart import (
 )
 from jetfire.report.rows import grouped
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, counted, mean, plural, times, where
+from jetfire.report.text import NOTHING, counted, plural, times, where
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -170,17 +171,13 @@ def gains(entries: Iterable[ShippedEntry]) -> list[float]:
 def mean_gain(entries: Iterable[ShippedEntry], digits: int = 2) -> str:
     """Return the geometric mean as text; empty where every default failed."""
     known = gains(entries)
-    return times(mean(known), digits) if known else ""
+    return times(geometric_mean(known), digits) if known else ""
 
 
 def in_use(entries: Sequence[ShippedEntry]) -> list[ShippedEntry]:
     """Return each problem's entry of the fastest kernel, which is the one that a model runs."""
-    best: dict[str, ShippedEntry] = {}
-    for one in entries:
-        key = json.dumps([one.op, one.entry.problem], sort_keys=True)
-        if key not in best or one.entry.ms < best[key].entry.ms:
-            best[key] = one
-    return list(best.values())
+    same = grouped(entries, lambda one: json.dumps([one.op, one.entry.problem], sort_keys=True))
+    return [min(part, key=lambda one: one.entry.ms) for part in same.values()]
 
 
 def _parts(entries: Sequence[ShippedEntry]) -> dict[str, list[ShippedEntry]]:
@@ -197,9 +194,8 @@ def overall(entries: Sequence[ShippedEntry]) -> Table:
     rows = []
     for name, part in _parts(in_use(entries)).items():
         ratios = grouped((one for one in part if one.peer), lambda one: peer_of(one.op))
-        peers = [
-            f"{times(mean(one.peer or 0 for one in of))} {peer}" for peer, of in ratios.items()
-        ]
+        means = {peer: geometric_mean(one.peer or 0 for one in of) for peer, of in ratios.items()}
+        peers = [f"{times(ratio)} {peer}" for peer, ratio in means.items()]
         rows.append(
             [
                 name,
@@ -323,10 +319,10 @@ def _lookup_section(found: Sequence[Lookup]) -> Section:
             name,
             str(len(part)),
             counted(near(part), len(part)),
-            times(mean(one.ratio for one in part), 3),
+            times(geometric_mean(one.ratio for one in part), 3),
             _worst(part, lambda one: one.ratio),
             counted(sum(one.default_ratio <= NEAR for one in part), len(part)),
-            times(mean(one.default_ratio for one in part), 3),
+            times(geometric_mean(one.default_ratio for one in part), 3),
             _worst(part, lambda one: one.default_ratio),
         ]
         for name, part in parts.items()

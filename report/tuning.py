@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from jetfire.report import counters, page
 from jetfire.report.page import PageChart
 from jetfire.report.table import Table
-from jetfire.report.text import NOTHING, fields_text, mean, plural, significant, times
+from jetfire.report.text import NOTHING, fields_text, plural, significant, times
 
 if TYPE_CHECKING:
     from jetfire.tuner.digest import Attempt, Digest
@@ -31,7 +32,7 @@ def render(digests: Sequence[Digest]) -> str:
         TEMPLATE,
         title="Tuning report" if len(digests) != 1 else f"{digests[0].title}: tuning report",
         index=_index(digests) if len(digests) > 1 else None,
-        mean=f"{times(mean(gains), 3)} {of}" if gains else None,
+        mean=f"{times(geometric_mean(gains), 3)} {of}" if gains else None,
         sections=[_section(f"study-{i}", digest) for i, digest in enumerate(digests)],
     )
 

@@ -84,13 +84,7 @@ def _hover(attempt: Attempt, *more: str) -> str:
     return "<br>".join(map(escaped, lines))
 
 
-def _points(
-    name: str,
-    attempts: Sequence[Attempt],
-    x: Of,
-    y: Of,
-    **marker: Any,
-) -> go.Scatter:
+def _points(name: str, attempts: Sequence[Attempt], x: Of, y: Of, **marker: Any) -> go.Scatter:
     return go.Scatter(
         name=name,
         mode="markers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from statistics import geometric_mean
 from typing import Any, Self
 
 from rich.console import RenderableType
@@ -17,7 +18,7 @@ from jetfire.core.kernel import Config
 from jetfire.measure.results import problem_text, shape_text
 from jetfire.report import counters, output
 from jetfire.report.table import Table
-from jetfire.report.text import fields_text, mean, plural, significant, time_text, times
+from jetfire.report.text import fields_text, plural, significant, time_text, times
 from jetfire.tuner.search import CountedSearch, FinishedSearch, SearchTarget
 from jetfire.tuner.trial import OUTCOMES, Measurement, Objective, score
 
@@ -193,7 +194,7 @@ def _print(tuned: Sequence[FinishedSearch], device: Device) -> None:
     terminal.console(width=240).print(_table(tuned).rich(folded=(0, 2), spare=SPARE))
     gains = [one.final.gain for one in tuned if one.final.gain is not None]
     if gains:
-        speed = f"{mean(gains):.3f}× the defaults' speed"
+        speed = f"{geometric_mean(gains):.3f}× the defaults' speed"
         print(f"{device.label}: {speed}, geometric mean of {len(gains)}")
 
 

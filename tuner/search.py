@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,6 @@ from jetfire.core.profiles import Found
 from jetfire.measure.plan import Case
 from jetfire.measure.timer import Timing
 from jetfire.report import counters
-from jetfire.report.text import mean
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
@@ -353,7 +353,7 @@ def best_for_all(times: Sequence[Mapping[Config, float]], how: str) -> tuple[Con
     }
     if not ratios:
         raise WrongResultError(f"no config is right for all {len(times)} problems")
-    score: Callable[[list[float]], float] = max if how == "worst" else mean
+    score: Callable[[list[float]], float] = max if how == "worst" else geometric_mean
     best = min(ratios, key=lambda config: score(ratios[config]))
     return best, ratios[best]
 

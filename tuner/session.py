@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 import numpy as np
 from optuna.storages import InMemoryStorage
@@ -20,7 +21,7 @@ from jetfire.measure.load import Load
 from jetfire.measure.ncu import Ncu, ProfilingError
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.timer import noise
-from jetfire.report.text import mean, plural
+from jetfire.report.text import plural
 from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
@@ -383,7 +384,7 @@ class Session:
         kernel = searches[0].target.kernel
         self.display.note(
             f"{kernel.op}/{kernel.name}: one config for {len(searches)} problems: "
-            f"{mean(ratios) - 1:.1%} above each problem's best in the geometric mean, "
+            f"{geometric_mean(ratios) - 1:.1%} above each problem's best in the geometric mean, "
             f"{max(ratios) - 1:.1%} at worst"
         )
         return [

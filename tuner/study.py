@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from jetfire.core import files, interrupts, profiles
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, first_line
 from jetfire.core.files import MIB, Unreadable, Unwritable
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import provenance
@@ -209,7 +209,7 @@ def _journal(file: Path, note: Note) -> JournalStorage:
     except (OSError, Unreadable, Unwritable) as error:
         raise UsageError(f"cannot use study {_told(error, file)}") from None
     except Exception as error:  # what Optuna makes of another program's JSON
-        raise UsageError(f"study {file} is no journal of Optuna's: {_first_line(error)}") from None
+        raise UsageError(f"study {file} is no journal of Optuna's: {first_line(error)}") from None
 
 
 def _told(error: Exception, where: object) -> str:
@@ -221,11 +221,7 @@ def _told(error: Exception, where: object) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    return f"{where}: {_first_line(cause)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return f"{where}: {first_line(cause)}"
 
 
 def _without_password(url: str) -> str:
@@ -249,7 +245,7 @@ def _database(url: str) -> RDBStorage:
                 time.sleep(0.1 * 2**attempt)
                 continue
             shown = _without_password(url)
-            reason = _first_line(error).replace(url, shown)
+            reason = first_line(error).replace(url, shown)
             raise UsageError(f"cannot open --storage {shown}: {reason}") from None
     raise AssertionError("unreachable")
 
@@ -339,7 +335,7 @@ class Study:
         except BROKEN:
             raise
         except Exception as error:  # what Optuna makes of what another program wrote
-            raise StorageError(f"cannot use study {self._where}: {_first_line(error)}") from None
+            raise StorageError(f"cannot use study {self._where}: {first_line(error)}") from None
         fields = distributions(self.space)
         if known[0] != directions or any(
             trial.distributions.get(name, fields[name]) != fields[name]

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS, Case
-from jetfire.report.text import mean, plural
+from jetfire.report.text import plural
 from jetfire.report.tuned import LOOKUPS_SCHEMA, NEAR
 from jetfire.tuner.options import TuneOptions
 from jetfire.tuner.search import FinishedSearch, SearchTarget
@@ -98,7 +99,7 @@ def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
     near = sum(ratio <= NEAR for ratio in ratios)
     return (
         f"{near} of {plural(len(ratios), 'lookup')} within {NEAR - 1:.0%} of what tuning gives; "
-        f"geometric mean {mean(ratios) - 1:.1%} slower, worst {ratios[-1] - 1:.1%}"
+        f"geometric mean {geometric_mean(ratios) - 1:.1%} slower, worst {ratios[-1] - 1:.1%}"
     )
 
 

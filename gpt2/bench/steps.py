@@ -35,7 +35,7 @@ from jetfire.bench import command
 from jetfire.bench.progress import watch
 from jetfire.core import terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import NoDeviceError, UsageError
+from jetfire.core.errors import NoDeviceError, UsageError, first_line
 from jetfire.core.suites import STEADY_MS
 from jetfire.gpt2.bench.cases import (
     EAGER,
@@ -57,6 +57,7 @@ from jetfire.measure.nvml import Nvml
 from jetfire.measure.peers import forget_compiled
 from jetfire.measure.plan import Note
 from jetfire.measure.results import Row
+from jetfire.measure.runner import with_times
 from jetfire.measure.timer import Timing
 from jetfire.nn.recipes import RECIPES
 
@@ -305,7 +306,7 @@ class TrainingBench:
                     raise
                 self._failed(case, name, error)
                 if role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
-                    rows[name] = replace(row, ok=False, error=_first_line(error))
+                    rows[name] = replace(row, ok=False, error=first_line(error))
                 continue
             rows[name] = replace(row, extra=_memory(probes[name]))
         for name in probes:
@@ -342,7 +343,7 @@ class TrainingBench:
     def _failed(self, case: TrainingWork, name: str, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
-        self.note(f"{case}: {name} left out: {_first_line(error)}")
+        self.note(f"{case}: {name} left out: {first_line(error)}")
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
         """What makes a variant of a name; all have the same data."""
@@ -402,18 +403,11 @@ class TrainingBench:
         timing, more = kinds[kind], {}
         if len(kinds) > 1:
             more = {f"ms_{name}": one.ms for name, one in kinds.items()}
-        return replace(
+        return with_times(
             row,
-            ms=timing.ms,
-            ms_p20=timing.ms_p20,
-            ms_p80=timing.ms_p80,
-            samples=timing.samples,
+            timing,
             tflops=case.flops / timing.ms / 1e9,
-            sm_mhz=timing.sm_mhz,
-            watts=timing.watts,
-            joules=timing.joules,
             graph=kind == "graph" or subject.replays,
-            throttled=None if timing.throttled is None else list(timing.throttled),
             extra={**row.extra, **more, "tokens_per_s": case.tokens / timing.ms * 1e3},
         )
 
@@ -434,11 +428,6 @@ def _memory(found: Probe) -> dict[str, Any]:
 
 def _gib(size: int | None) -> float | None:
     return None if size is None else size / 2**30
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _with_peers(row: Row, peers: Mapping[str, Row], probes: Mapping[str, Probe]) -> Row:
