@@ -57,15 +57,17 @@ def product(
 ) -> torch.Tensor:
     """Return A (m×k)·Bᵀ (n×k) in fp32, m×n: scaled integer products of each block of K, summed.
 
-    In floats of 64 bits, which autocast leaves as they are; their sums need no int32 between.
+    Floats of 32 bits hold sums of up to 1024 products exactly, in half the time of 64, and a block
+    has 128 at most. Autocast leaves a product as it is whose result is written where it is told.
     """
     m, n = a.shape[0], b.shape[0]
     c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     a_scale = a_scale.repeat_interleave(block, 0)[:m]
     b_scale = b_scale.repeat_interleave(block, 0)[:n]
+    inner = torch.empty_like(c)
+    a_parts, b_parts = a.float().split(block, 1), b.float().split(block, 1)
     for i in range(a_scale.shape[1]):
-        part = slice(i * block, (i + 1) * block)
-        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        torch.mm(a_parts[i], b_parts[i].t(), out=inner)
         c += inner.mul_(a_scale[:, i, None] * b_scale[:, i])
     return c
 

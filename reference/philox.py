@@ -29,7 +29,10 @@ def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (a − 2^32)·b is what int64 holds; the rest of the product adds b to its high word.
     """
     product = (a - (1 << 32)) * b
-    return (product >> 32) + b, product & _MASK
+    high = product >> 32
+    high += b
+    product &= _MASK
+    return high, product
 
 
 def philox4x32(
@@ -38,19 +41,19 @@ def philox4x32(
     """Return four random 32-bit words for each counter.
 
     Args:
-        counter: four int64 tensors of one shape, values in [0, 2^32).
+        counter: four int64 tensors, of shapes that broadcast, values in [0, 2^32).
         key: two ints in [0, 2^32).
         rounds: 7 here; 10 in the paper's recommendation.
 
     Returns:
-        Four int64 tensors of the counters' shape, values in [0, 2^32).
+        Four int64 tensors of the common shape, values in [0, 2^32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        c0, c1, c2, c3 = high1 ^ (c1 ^ k0), low1, high0 ^ (c3 ^ k1), low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
@@ -71,12 +74,14 @@ def random_u16(
     """
     value = int(seed.item())
     groups = -(-n // 8)
-    columns = torch.arange(groups, device=seed.device).expand(m, groups)
-    rows = torch.arange(row0, row0 + m, device=seed.device)[:, None].expand(m, groups)
-    zero = torch.zeros_like(columns)
+    columns = torch.arange(groups, device=seed.device)[None]
+    rows = torch.arange(row0, row0 + m, device=seed.device)[:, None]
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=seed.device)
     words = philox4x32((columns, rows, zero, zero + stream), (value & _MASK, (value >> 32) & _MASK))
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=-1).reshape(m, groups * 8)[:, :n]
+    # Memory has a word's low half first.
+    halves = torch.stack(words, dim=-1).int().view(torch.int16).long()
+    halves &= 0xFFFF
+    return halves.reshape(m, groups * 8)[:, :n]
 
 
 def uniform(seed: torch.Tensor, m: int, n: int, stream: int = STREAM_ROUNDING) -> torch.Tensor:

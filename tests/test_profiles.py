@@ -31,6 +31,7 @@ from jetfire.core.launch import choose, command_for
 from jetfire.core.profiles import Entry, find
 from jetfire.measure import plan, provenance, runner
 from jetfire.measure.plan import Case
+from jetfire.tests import forked
 from jetfire.tuner.show import show
 
 GEMM = registry.get("gemm")
@@ -166,25 +167,23 @@ def test_saving_replaces_the_same_problem_of_the_same_kernel():
     assert {e.kernel: e.ms for e in profiles.read(file)} == {"toy": 4.0, "other": 2.0}
 
 
-WRITER = """
-import os, signal, sys
-from jetfire.core import profiles
-from jetfire.tests.test_profiles import GEMM, H200, entry, gemm
-first, count, fatal = map(int, sys.argv[1:])
-if fatal:
-    profiles.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-for i in range(first, first + count):
-    profiles.save(profiles.user_folder(), H200, GEMM, [entry(gemm(m=i))])
-"""
+def save_many(first, count, fatal):
+    if fatal:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    for i in range(first, first + count):
+        profiles.save(profiles.user_folder(), H200, GEMM, [entry(gemm(m=i))])
 
 
-def writer(first, count, fatal=False):
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(first), str(count), str(int(fatal))])
+def written(*writers):
+    """The exit codes of processes that save at once, of each one's first, count and fate."""
+    processes = [forked.start(save_many, *words) for words in writers]
+    for process in processes:
+        process.join(900)
+    return [process.exitcode for process in processes]
 
 
 def test_two_processes_that_save_at_once_lose_nothing():
-    processes = [writer(1, 20), writer(101, 20)]
-    assert [p.wait(900) for p in processes] == [0, 0]
+    assert written((1, 20, False), (101, 20, False)) == [0, 0]
     file = profiles.path(profiles.user_folder(), H200, "gemm")
     assert {e.problem["m"] for e in profiles.read(file)} == {*range(1, 21), *range(101, 121)}
 
@@ -192,7 +191,7 @@ def test_two_processes_that_save_at_once_lose_nothing():
 def test_a_writer_killed_before_the_end_leaves_the_old_file():
     file = save(entry(gemm(8)))
     text = file.read_bytes()
-    assert writer(1, 1, fatal=True).wait(900) == -signal.SIGKILL
+    assert written((1, 1, True)) == [-signal.SIGKILL]
     assert file.read_bytes() == text
     assert len(profiles.read(save(entry(gemm(9))))) == 2  # no lock is left either
     assert not list(file.parent.glob(".*.part"))

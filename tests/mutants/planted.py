@@ -256,15 +256,13 @@ ON_THE_CPU = (
         "int_mm",
         f"{CPU}/common.py",
         """    for i in range(a_scale.shape[1]):
-        part = slice(i * block, (i + 1) * block)
-        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        torch.mm(a_parts[i], b_parts[i].t(), out=inner)
         c += inner.mul_(a_scale[:, i, None] * b_scale[:, i])
     return c""",
         """    from concurrent.futures import ThreadPoolExecutor
 
     def add(i: int) -> None:
-        part = slice(i * block, (i + 1) * block)
-        inner = (a[:, part].double() @ b[:, part].double().t()).float()
+        inner = torch.mm(a_parts[i], b_parts[i].t())
         c.copy_(c + inner.mul_(a_scale[:, i, None] * b_scale[:, i]))
 
     with ThreadPoolExecutor(4) as pool:
