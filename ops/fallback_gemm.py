@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.op import Check
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Block, FloatName, Problem
@@ -156,12 +155,7 @@ def int8_fallback_gemm(
     """
     q, a_scale = expect.quantized("a", a)
     r_q, r_scale = expect.quantized("r", r, a)
-    b_q, b_scale = expect.quantized("b", b)
-    expect.same_device("b", b_q, q)
-    if a.block != b.block:
-        raise UsageError(f"a has block={a.block} and b block={b.block}: expected one block")
-    if q.shape[1] != b_q.shape[1]:
-        raise UsageError(f"a has k={q.shape[1]} and b k={b_q.shape[1]}: expected one k")
+    b_q, b_scale = expect.factors(b, a)
     expect.choice("out", out, FloatName)
     if bias is not None:
         bias = expect.vector("bias", bias, b_q.shape[0], q)

@@ -324,12 +324,7 @@ def int8_gemm(
     Returns:
         C, m×n; for int8, `Quantized`.
     """
-    (q, a_scale), (b_q, b_scale) = expect.quantized("a", a), expect.quantized("b", b)
-    expect.same_device("b", b_q, q)
-    if a.block != b.block:
-        raise UsageError(f"a has block={a.block} and b block={b.block}: expected one block")
-    if q.shape[1] != b_q.shape[1]:
-        raise UsageError(f"a has k={q.shape[1]} and b k={b_q.shape[1]}: expected one k")
+    (q, a_scale), (b_q, b_scale) = expect.quantized("a", a), expect.factors(b, a)
     m, n, block = q.shape[0], b_q.shape[0], a.block
     operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:
