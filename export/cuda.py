@@ -176,14 +176,11 @@ class _Export:
             for dim, multiple in variant.multiples.items():
                 multiples[dim] = max(multiple, multiples.get(dim, 1))
         most = self.host.most(self.plan.problem)
-        asked = [
-            f"{dim} "
-            + " and ".join(
-                [f"a multiple of {multiples[dim]}"] * (dim in multiples)
-                + [f"at most {most.get(dim)}"] * (dim in most)
-            )
-            for dim in dict.fromkeys([*multiples, *most])
-        ]
+        asked = []
+        for dim in dict.fromkeys([*multiples, *most]):
+            bounds = [f"a multiple of {multiples[dim]}"] if dim in multiples else []
+            bounds += [f"at most {most[dim]}"] if dim in most else []
+            asked.append(f"{dim} {' and '.join(bounds)}")
         loose = any(variant.multiples != multiples for variant in self.variants)
         beside = " (but for the sizes that were tuned)" if loose else ""
         *first, last = self.aligned
