@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.op import Check
-from jetfire.core.operators import Operator, Shape
+from jetfire.core.operators import Operator, of_product
 from jetfire.core.problem import Block, FloatName, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
@@ -123,15 +123,10 @@ def _turned(problem: FallbackGemmProblem, c: Tensor) -> Tensor:
 
 OP = FallbackGemm()
 
-
-def _sizes(a: Shape, b: Shape, bias: Shape | None) -> dict[str, Any]:
-    return {"m": a[0], "n": b[0], "k": a[1], "bias": bias is not None}
-
-
 _fallback_gemm = Operator(
     "fallback_gemm(Tensor a, Tensor a_scale, Tensor r, Tensor r_scale, Tensor b, Tensor b_scale,"
     " Tensor? bias, int block, str out, bool transpose) -> Tensor",
-    derive=_sizes,
+    derive=of_product,
 )
 
 

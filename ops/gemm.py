@@ -13,7 +13,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, Tuning
-from jetfire.core.operators import Differentiable, Operator, Shape
+from jetfire.core.operators import Differentiable, Operator, of_product
 from jetfire.core.problem import AS_READ, Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import STEADY_MS, Exported, Timed
 from jetfire.core.tensors import (
@@ -257,10 +257,6 @@ def _of_written(problem: GemmProblem, bound: Tensor) -> Tensor:
 OP = Gemm()
 
 
-def _sizes(a: Shape, b: Shape, bias: Shape | None) -> dict[str, Any]:
-    return {"m": a[0], "n": b[0], "k": a[1], "bias": bias is not None}
-
-
 def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     if not ctx.needs_input_grad[4]:
         ctx.mark_non_differentiable(output)
@@ -279,19 +275,19 @@ _gemm = Differentiable(
     leaf=4,
     backward=_bias_gradient,
     setup=_keep_bias,
-    derive=_sizes,
+    derive=of_product,
 )
 _gemm_quantized = Operator(
     "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
     " Tensor? seed, int block, str rounding, str layout, int? out_block=None) -> Tensor[]",
-    derive=_sizes,
+    derive=of_product,
     out="int8",
     op="gemm",
 )
 _gemm_accumulate = Operator(
     "gemm_accumulate(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
     " Tensor? bias, int block) -> ()",
-    derive=_sizes,
+    derive=of_product,
     dtype_field="out",
     accumulate=True,
     op="gemm",

@@ -342,10 +342,7 @@ def int4_quantize(
     expect.scalar("step", step, x)
     expect.choice("group", group, Group)
     expect.choice("layout", layout, Codes)
-    *codes, scale, squares = _hadamard_quantize(x, step.view(1), group, layout)
-    packed = None if layout == "wide" else codes[0]
-    wide = None if layout == "packed" else codes[-1]
-    return Quantized4(packed, wide, scale, squares)
+    return Quantized4.of(_hadamard_quantize(x, step.view(1), group, layout), layout)
 
 
 @checked
