@@ -55,6 +55,13 @@ def same_device(name: str, x: Tensor, like: Tensor) -> None:
         raise UsageError(f"{name} is on {x.device}: expected {like.device}, as the first tensor")
 
 
+def shaped(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Check that a tensor has a shape, and `like`'s device."""
+    same_device(name, x, like)
+    if x.shape != shape:
+        raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(shape)}")
+
+
 def quantized(
     name: str, x: Quantized, like: Quantized | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -71,9 +78,7 @@ def quantized(
             raise UsageError(f"{name} has block={block}: expected {like.block}, as the first has")
         like = like.q
     if like is not None:
-        same_device(name, q, like)
-        if q.shape != like.shape:
-            raise UsageError(f"{name} has shape {tuple(q.shape)}: expected {tuple(like.shape)}")
+        shaped(name, q, like.shape, like)
     matrix(f"{name}'s scale", scale, ("float32",))
     same_device(f"{name}'s scale", scale, q)
     choice("block", block, Block)
@@ -84,6 +89,29 @@ def quantized(
             f"for {tuple(q.shape)} codes in blocks of {block}"
         )
     return q, scale
+
+
+def factors(b: Quantized, a: Quantized) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of B once it fits A, which was checked before: C is A·Bᵀ."""
+    q, scale = quantized("b", b)
+    assert a.q is not None
+    same_device("b", q, a.q)
+    if a.block != b.block:
+        raise UsageError(f"a has block={a.block} and b block={b.block}: expected one block")
+    if a.q.shape[1] != q.shape[1]:
+        raise UsageError(f"a has k={a.q.shape[1]} and b k={q.shape[1]}: expected one k")
+    return q, scale
+
+
+def norm_backward(
+    x: Quantized, dy: Quantized, weight: Tensor, **statistics: Tensor
+) -> list[Tensor]:
+    """Return what a norm's gradient is made of: codes and scales, weight, statistics of rows."""
+    q, scale = quantized("x", x)
+    codes = q, scale, *quantized("dy", dy, like=x)
+    m, n = q.shape
+    weight = vector("weight", weight, n, q)
+    return [*codes, weight, *[vector(name, each, m, q) for name, each in statistics.items()]]
 
 
 def packed(name: str, x: Quantized4) -> Tensor:
@@ -122,9 +150,7 @@ def seed_on(seed: Tensor | None, like: Tensor) -> Tensor:
 def same_shape(name: str, x: Tensor, like: Tensor, dtype: str = "float32") -> None:
     """Check that a matrix is of a dtype and of `like`'s shape and device."""
     matrix(name, x, (dtype,))
-    same_device(name, x, like)
-    if x.shape != like.shape:
-        raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(like.shape)}")
+    shaped(name, x, like.shape, like)
 
 
 def contiguous(name: str, x: Tensor) -> None:

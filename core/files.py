@@ -57,6 +57,17 @@ def writing(path: Path) -> Iterator[None]:
         raise Unwritable(path, error) from None
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise Missing or Unreadable where the system refuses to read a file, or it is damaged."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Missing(path, str(error.strerror)) from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise Unreadable(path, getattr(error, "strerror", None) or str(error)) from None
+
+
 class Busy(UsageError):
     """A lock file that another process holds."""
 
@@ -75,7 +86,7 @@ def read(path: Path, most: int) -> bytes:
         Missing: there is no such file.
         Unreadable: it is no regular file, is too large, or cannot be read or unpacked.
     """
-    try:
+    with _reading(path):
         with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISFIFO(mode) and _descriptor(path) is not None:
@@ -86,10 +97,6 @@ def read(path: Path, most: int) -> bytes:
         if path.suffix == ".gz" and len(data) <= most:
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
                 data = packed.read(most + 1)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Missing(path, str(error.strerror)) from None
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise Unreadable(path, getattr(error, "strerror", None) or str(error)) from None
     if len(data) > most:
         raise Unreadable(path, f"more than {most} bytes: expected at most that many")
     return data
@@ -117,12 +124,8 @@ def opened(path: Path) -> IO[bytes]:
         Missing: there is no such file.
         Unreadable: it is no regular file, or may not be read.
     """
-    try:
+    with _reading(path):
         handle = _open_at_once(os.fspath(path), os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Missing(path, str(error.strerror)) from None
-    except (OSError, ValueError) as error:
-        raise Unreadable(path, getattr(error, "strerror", None) or str(error)) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise Unreadable(path, "no regular file")
@@ -141,15 +144,12 @@ def digest(path: Path, see: Callable[[memoryview], None] | None = None) -> str:
         Unreadable: it is no regular file, or cannot be read.
     """
     total, block = hashlib.sha256(), bytearray(MIB)
-    with opened(path) as file:
-        try:
-            while count := file.readinto(block):  # type: ignore[attr-defined]
-                part = memoryview(block)[:count]
-                total.update(part)
-                if see is not None:
-                    see(part)
-        except OSError as error:
-            raise Unreadable(path, str(error.strerror)) from None
+    with _reading(path), opened(path) as file:
+        while count := file.readinto(block):  # type: ignore[attr-defined]
+            part = memoryview(block)[:count]
+            total.update(part)
+            if see is not None:
+                see(part)
     return total.hexdigest()
 
 
@@ -171,7 +171,7 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
         Unwritable: a full disk, a missing folder, a lack of rights.
     """
     data = content.encode() if isinstance(content, str) else content
-    try:
+    with writing(path):
         if (own := _descriptor(path)) is not None:
             with open(own, "wb", closefd=False) as out:
                 out.write(data)
@@ -179,8 +179,6 @@ def write(path: Path, content: bytes | str, *, alone: bool = False, folders: boo
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
-    except OSError as error:
-        raise Unwritable(path, error) from None
     with new_file(path, alone=alone, folders=folders) as out:
         out.write(data)
 
@@ -203,7 +201,7 @@ def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Itera
     Raises:
         Unwritable: a full disk, a missing folder, a lack of rights.
     """
-    try:
+    with writing(path):
         if folders:
             path.parent.mkdir(parents=True, exist_ok=True)
         tidy(path.parent, path.name, 0.0 if alone else ABANDONED_S)
@@ -220,8 +218,6 @@ def new_file(path: Path, *, alone: bool = False, folders: bool = False) -> Itera
                 os.unlink(name)
             raise
         sync(path.parent)
-    except OSError as error:
-        raise Unwritable(path, error) from None
 
 
 def _mode(path: Path) -> int:
@@ -247,7 +243,7 @@ def new_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
     Raises:
         Unwritable: a full disk, a lack of rights.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         tidy(path.parent, path.name, 0.0 if alone else ABANDONED_S)
         with tempfile.TemporaryDirectory(_PART, _prefix(path.name), path.parent) as name:
@@ -259,8 +255,6 @@ def new_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
             sync(part)
             _replace_folder(part, path)
             sync(path.parent)
-    except OSError as error:
-        raise Unwritable(path, error) from None
 
 
 def _replace_folder(new: Path, path: Path) -> None:
@@ -311,7 +305,7 @@ def new_files(folder: Path) -> Iterator[Path]:
         with new_folder(folder) as part:
             yield part
         return
-    try:
+    with writing(folder):
         tidy(folder, "new", ABANDONED_S)
         with tempfile.TemporaryDirectory(_PART, _prefix("new"), folder) as name:
             part = Path(name)
@@ -322,8 +316,6 @@ def new_files(folder: Path) -> Iterator[Path]:
             for file in made:
                 file.replace(folder / file.name)
             sync(folder)
-    except OSError as error:
-        raise Unwritable(folder, error) from None
 
 
 def append(path: Path) -> io.FileIO:
@@ -335,13 +327,11 @@ def append(path: Path) -> io.FileIO:
         Unwritable: it is a link or no regular file, or a lack of rights.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
+    with writing(path):
         file = io.FileIO(os.open(path, flags, 0o666), "ab")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise OSError(errno.EINVAL, "no regular file")
-    except OSError as error:
-        raise Unwritable(path, error) from None
     return file
 
 
@@ -420,10 +410,8 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
     Raises:
         Unwritable: a full disk, a lack of rights.
     """
-    try:
+    with writing(folder):
         made = tempfile.mkdtemp(_PART, _prefix(name), folder)
-    except OSError as error:
-        raise Unwritable(folder, error) from None
     try:
         yield Path(made)
     finally:
@@ -488,7 +476,7 @@ def check_writable(path: Path) -> None:
     Raises:
         Unwritable: it cannot.
     """
-    try:
+    with writing(path):
         if path.is_dir():
             raise UsageError(f"{path}: is a folder: expected a file to write")
         if (own := _descriptor(path)) is not None:
@@ -503,8 +491,6 @@ def check_writable(path: Path) -> None:
             handle, name = tempfile.mkstemp(_PART, _prefix(path.name), path.absolute().parent)
             os.close(handle)
             os.unlink(name)
-    except OSError as error:
-        raise Unwritable(path, error) from None
 
 
 def check_output(option: str, path: Path | None, *suffixes: str) -> None:

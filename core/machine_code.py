@@ -107,8 +107,13 @@ def _tool(name: str) -> str:
     return found
 
 
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def _said(code: bytes, tool: str, *options: str) -> str:
+    """Return what cuobjdump or nvdisasm prints of some code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(code)
+        command = (_tool(tool), *options, str(file))
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def audit(cubin: Cubin) -> Audit:
@@ -117,12 +122,8 @@ def audit(cubin: Cubin) -> Audit:
     Raises:
         UsageError: there is no disassembler.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin.code)
-        # The analysis of where branches go takes a quarter of the time, and changes no instruction.
-        sass = _output(_tool("nvdisasm"), "--print-code", "--no-dataflow", str(file))
-    return _audited(cubin, sass)
+    # The analysis of where branches go takes a quarter of the time, and changes no instruction.
+    return _audited(cubin, _said(cubin.code, "nvdisasm", "--print-code", "--no-dataflow"))
 
 
 def audits(cubins: Sequence[Cubin]) -> list[Audit]:
@@ -140,12 +141,8 @@ def audits(cubins: Sequence[Cubin]) -> list[Audit]:
         by_version.setdefault(_version(cubin.code), []).append(i)
     for version, places in by_version.items():
         texts = [_text(cubins[i].code) for i in places]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "text.bin"
-            file.write_bytes(b"".join(texts))
-            sass = _output(
-                _tool("nvdisasm"), "--binary", f"SM{version}", "--no-dataflow", str(file)
-            )
+        options = "--binary", f"SM{version}", "--no-dataflow"
+        sass = _said(b"".join(texts), "nvdisasm", *options)
         lines = [line for line in sass.splitlines() if _INSTRUCTION.match(line)]
         for i, text in zip(places, texts, strict=True):
             count = len(text) // _INSTRUCTION_BYTES
@@ -166,10 +163,7 @@ def _text(code: bytes) -> bytes:
 
 def _audited(cubin: Cubin, sass: str) -> Audit:
     """Return the audit of a cubin that was disassembled."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin.code)
-        usage = _output(_tool("cuobjdump"), "--dump-resource-usage", str(file))
+    usage = _said(cubin.code, "cuobjdump", "--dump-resource-usage")
     resources = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     counts = Counter(name.split(".")[0] for name in _INSTRUCTION.findall(sass))
     return Audit(

@@ -48,6 +48,21 @@ def _size(first: Shape) -> dict[str, Any]:
     return {"m": m, "n": n}
 
 
+def of_product(a: Shape, b: Shape, bias: Shape | None) -> dict[str, Any]:
+    """Return the fields of a product A·Bᵀ of K-contiguous matrices."""
+    return {"m": a[0], "n": b[0], "k": a[1], "bias": bias is not None}
+
+
+def of_step(
+    param: Shape, q: Shape | None, qt: Shape | None, grad_scale: Shape | None
+) -> dict[str, Any]:
+    """Return the fields of a weight's step: the codes that are given say the layout."""
+    m, n = param
+    layouts = {(True, True): "none", (False, True): "q", (True, False): "qt"}
+    layout = layouts.get((q is None, qt is None), "both")
+    return {"m": m, "n": n, "layout": layout, "guarded": grad_scale is not None}
+
+
 def arguments_of(schema: str) -> list[tuple[str, str, str, str]]:
     """Return each argument's type, alias if it is written, ``?`` if it may be None, and name."""
     return _ARGUMENT.findall(schema.partition("(")[2].rpartition(" -> ")[0])

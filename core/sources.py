@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 # Packages of `jetfire` whose modules are followed, beside the kernel's own.
 _FOLLOWED = re.compile(r"jetfire\.(kernels_\w+|reference)\b")
@@ -116,14 +117,19 @@ def _reached(
     first: Iterable[_Definition], follow: Callable[[_Definition], bool]
 ) -> set[_Definition]:
     """Return definitions and those that they name, directly or not, where `follow` takes them."""
-    reached: set[_Definition] = set()
+    return _closure(first, lambda found: filter(follow, _needs(found)))
+
+
+def _closure(first: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return what is given and all that follows from it, directly or not."""
+    found: set[T] = set()
     waiting = list(first)
     while waiting:
-        found = waiting.pop()
-        if found not in reached:
-            reached.add(found)
-            waiting += filter(follow, _needs(found))
-    return reached
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting += following(one)
+    return found
 
 
 @cache
@@ -252,14 +258,7 @@ def _included(text: str, file: Path) -> Iterator[Path]:
 
 def _with_headers(files: Iterable[Path]) -> set[Path]:
     """Return CUDA files and the headers that they include, directly or not."""
-    found: set[Path] = set()
-    waiting = list(files)
-    while waiting:
-        file = waiting.pop()
-        if file not in found:
-            found.add(file)
-            waiting += _included(_file_text(file), file)
-    return found
+    return _closure(files, lambda file: _included(_file_text(file), file))
 
 
 def _file_text(file: Path) -> str:

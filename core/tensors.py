@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from jetfire.core.problem import Layout
+    from jetfire.core.problem import Codes, Layout
 
 
 Tensors = dict[str, "torch.Tensor"]
@@ -76,6 +76,14 @@ class Quantized4(NamedTuple):
     wide: Tensor | None
     scale: Tensor
     squares: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], layout: Codes) -> Quantized4:
+        """Return a matrix of the codes that a layout has, in order, their scale and squares."""
+        *codes, scale, squares = tensors
+        packed = None if layout == "wide" else codes[0]
+        wide = None if layout == "packed" else codes[-1]
+        return cls(packed, wide, scale, squares)
 
 
 class Spec(NamedTuple):

@@ -28,7 +28,7 @@ from jetfire.core.machine_code import Cubin
 from jetfire.export import flatten
 from jetfire.export.c_text import capital, comment, fields, hang
 from jetfire.export.foreign import Foreign
-from jetfire.export.library import Compiled, Library, code_files, dims, header, prototype
+from jetfire.export.library import Compiled, Library, code_files, dims, prototype, with_header
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.render import render
 from jetfire.kernels_cuda.compile import compile_cubin
@@ -176,14 +176,11 @@ class _Export:
             for dim, multiple in variant.multiples.items():
                 multiples[dim] = max(multiple, multiples.get(dim, 1))
         most = self.host.most(self.plan.problem)
-        asked = [
-            f"{dim} "
-            + " and ".join(
-                [f"a multiple of {multiples[dim]}"] * (dim in multiples)
-                + [f"at most {most.get(dim)}"] * (dim in most)
-            )
-            for dim in dict.fromkeys([*multiples, *most])
-        ]
+        asked = []
+        for dim in dict.fromkeys([*multiples, *most]):
+            bounds = [f"a multiple of {multiples[dim]}"] if dim in multiples else []
+            bounds += [f"at most {most[dim]}"] if dim in most else []
+            asked.append(f"{dim} {' and '.join(bounds)}")
         loose = any(variant.multiples != multiples for variant in self.variants)
         beside = " (but for the sizes that were tuned)" if loose else ""
         *first, last = self.aligned
@@ -278,10 +275,8 @@ class _Export:
         }
 
     def library(self) -> Library:
-        plan, common = self.plan, {"workspace": self.workspace, "zeros": self.host.zeros}
-        runtime = self.language == "cuda"
-        head = header(plan, any_size=True, contract=self.contract, runtime=runtime, **common)
-        files = {f"{plan.name}.h": head, **(self.dispatch() if len(self.variants) > 1 else {})}
+        plan, runtime = self.plan, self.language == "cuda"
+        files = self.dispatch() if len(self.variants) > 1 else {}
         code: list[Compiled] = []
         for variant in self.variants:
             kernels: list[Any] = (
@@ -293,15 +288,17 @@ class _Export:
             code += [] if runtime else kernels
         files |= {} if runtime else code_files(plan, code)
         sources = tuple(name for name in files if name.endswith(f".{self.ending}"))
-        return Library(
+        found = Library(
             files=files,
             cuda_sources=sources if runtime else (),
             c_sources=() if runtime else sources,
             architecture=self.architecture,
+            workspace=self.workspace,
             any_size=True,
             contract=self.contract,
-            **common,
+            zeros=self.host.zeros,
         )
+        return with_header(plan, found)
 
 
 def library(plan: ExportPlan) -> Library:

@@ -15,7 +15,7 @@ from jetfire.core.errors import UsageError
 from jetfire.core.machine_code import Cubin
 from jetfire.export import samples
 from jetfire.export.c_text import WIDTH, capital, comment, hang
-from jetfire.export.library import Compiled, Library, code_files, dims, header, prototype
+from jetfire.export.library import Compiled, Library, code_files, dims, prototype, with_header
 from jetfire.export.plan import ExportPlan
 from jetfire.export.recording import (
     Address,
@@ -47,30 +47,26 @@ def library(plan: ExportPlan) -> Library:
     problems = _problems(plan, sizes, list(cases.values()), recordings, kernels)
     workspace = any(recording.scratch for recording in recordings)
     zeros = any(scratch.zeroed for recording in recordings for scratch in recording.scratch)
-    launcher = _launcher(plan, problems, list(kernels.values()), workspace)
-    contract = (
-        "All addresses are multiples of 16.",
-        f"The sizes are among those that {plan.name}.c was compiled for, which it lists.",
-        "The driver is CUDA 12.0's or newer; the first call opens it.",
-    )
     files = {
-        f"{plan.name}.h": header(
-            plan, workspace=workspace, any_size=False, contract=contract, zeros=zeros
-        ),
-        f"{plan.name}.c": launcher,
+        f"{plan.name}.c": _launcher(plan, problems, list(kernels.values()), workspace),
         "launcher.h": static("c/launcher.h"),
         **code_files(plan, list(kernels.values())),
     }
-    return Library(
+    found = Library(
         files=files,
         cuda_sources=(),
         c_sources=(f"{plan.name}.c", f"{plan.name}_code.c"),
         architecture="{}{}".format(*plan.capability),
         workspace=workspace,
         any_size=False,
-        contract=contract,
+        contract=(
+            "All addresses are multiples of 16.",
+            f"The sizes are among those that {plan.name}.c was compiled for, which it lists.",
+            "The driver is CUDA 12.0's or newer; the first call opens it.",
+        ),
         zeros=zeros,
     )
+    return with_header(plan, found)
 
 
 def _compiled(

@@ -7,7 +7,7 @@ A CUDA kernel becomes readable CUDA C++ (`cuda`), any kernel compiled code in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetfire.core.machine_code import Cubin
 from jetfire.export.c_text import capital, comment, fields, hang
@@ -20,7 +20,7 @@ class Library:
     """An implementation of a plan's function.
 
     Attributes:
-        files: name → content, the header `<name>.h` included; all in one folder.
+        files: name → content; all in one folder. `with_header` adds `<name>.h`.
         cuda_sources: those that nvcc compiles, for `architecture`.
         c_sources: those that a C compiler does; they need CUDA's headers, and link nothing of it:
             the driver is opened when the function is first called.
@@ -90,35 +90,24 @@ def prototype(plan: ExportPlan, symbol: str, workspace: bool, end: str, before: 
     return hang(f"{before}int {symbol}(", given, f"){end}")
 
 
-def header(
-    plan: ExportPlan,
-    *,
-    workspace: bool,
-    any_size: bool,
-    contract: tuple[str, ...],
-    zeros: bool = True,
-    runtime: bool = False,
-) -> bytes:
-    """Return `<name>.h`: the contract, the function, its error codes and their texts.
-
-    Args:
-        runtime: CUDA's runtime launches it, and not the driver.
-    """
-    done = "tuned" if any_size else "compiled"
+def with_header(plan: ExportPlan, library: Library) -> Library:
+    """Return a library with `<name>.h` too: contract, function, its error codes and their texts."""
+    done = "tuned" if library.any_size else "compiled"
     about = (
         f"{capital(plan.op.summary)}: kernel `{plan.kernel.name}` of Jetfire, {done} for "
         "sm_{}{}.".format(*plan.capability)
     )
-    return render(
+    header = render(
         "library.h.j2",
         plan=plan,
-        workspace=workspace,
-        zeros=zeros,
-        any_size=any_size,
-        runtime=runtime,
+        workspace=library.workspace,
+        zeros=library.zeros,
+        any_size=library.any_size,
+        runtime=bool(library.cuda_sources),  # launches it, and not the driver
         about=comment(about),
         fixed=comment(f"Fixed: {fields(plan.fixed)}.") if plan.fixed else "",
-        contract=map(comment, contract),
+        contract=map(comment, library.contract),
         dims=dims(plan),
-        prototype=prototype(plan, plan.name, workspace, ";"),
+        prototype=prototype(plan, plan.name, library.workspace, ";"),
     )
+    return replace(library, files={f"{plan.name}.h": header, **library.files})

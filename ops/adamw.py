@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.inplace import refuse_in_place
-from jetfire.core.operators import Operator, Shape
+from jetfire.core.operators import Operator, of_step
 from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import (
     Quantized,
@@ -104,22 +104,12 @@ def _bounds(problem: AdamwProblem, inputs: Tensors, expected: Tensors) -> Tensor
 
 OP = Adamw()
 
-
-def _codes_given(
-    param: Shape, q: Shape | None, qt: Shape | None, grad_scale: Shape | None
-) -> dict[str, Any]:
-    """Return fields: the codes that are given say the layout."""
-    m, n = param
-    layout = "q" if qt is None else "qt" if q is None else "both"
-    return {"m": m, "n": n, "layout": layout, "guarded": grad_scale is not None}
-
-
 _adamw = Operator(
     "adamw(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? q,"
     " Tensor(e!)? scale, Tensor(f!)? qt, Tensor(g!)? scale_t, Tensor grad, Tensor rate,"
     " Tensor step, Tensor? grad_scale, Tensor? found_inf, int block, float beta1, float"
     " beta2, float eps, float decay) -> ()",
-    derive=_codes_given,
+    derive=of_step,
 )
 
 

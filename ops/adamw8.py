@@ -11,7 +11,7 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.moments import scales
-from jetfire.core.operators import Operator, Shape
+from jetfire.core.operators import Operator, of_step
 from jetfire.core.problem import Block
 from jetfire.core.tensors import (
     Quantized,
@@ -166,24 +166,13 @@ class Adamw8(WeightStep):
 
 OP = Adamw8()
 
-
-def _codes_given(
-    param: Shape, q: Shape | None, qt: Shape | None, grad_scale: Shape | None
-) -> dict[str, Any]:
-    """Return fields: the codes that are given say the layout."""
-    m, n = param
-    layout = {(True, True): "none", (False, True): "q", (True, False): "qt"}
-    found = layout.get((q is None, qt is None), "both")
-    return {"m": m, "n": n, "layout": found, "guarded": grad_scale is not None}
-
-
 _adamw8 = Operator(
     "adamw8(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
     " Tensor(e!) exp_avg_sq_scale, Tensor(f!)? q, Tensor(g!)? scale, Tensor(h!)? qt,"
     " Tensor(i!)? scale_t, Tensor grad, Tensor rate, Tensor step, Tensor? grad_scale,"
     " Tensor? found_inf, Tensor? seed, int block, float beta1, float beta2, float eps, float"
     " decay) -> ()",
-    derive=_codes_given,
+    derive=of_step,
     dtype_field="dtype",
 )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.op import Check
-from jetfire.core.operators import Operator, Shape
+from jetfire.core.operators import Operator, of_product
 from jetfire.core.problem import Block, FloatName, Problem
 from jetfire.core.suites import Timed
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
@@ -124,15 +123,10 @@ def _turned(problem: FallbackGemmProblem, c: Tensor) -> Tensor:
 
 OP = FallbackGemm()
 
-
-def _sizes(a: Shape, b: Shape, bias: Shape | None) -> dict[str, Any]:
-    return {"m": a[0], "n": b[0], "k": a[1], "bias": bias is not None}
-
-
 _fallback_gemm = Operator(
     "fallback_gemm(Tensor a, Tensor a_scale, Tensor r, Tensor r_scale, Tensor b, Tensor b_scale,"
     " Tensor? bias, int block, str out, bool transpose) -> Tensor",
-    derive=_sizes,
+    derive=of_product,
 )
 
 
@@ -156,12 +150,7 @@ def int8_fallback_gemm(
     """
     q, a_scale = expect.quantized("a", a)
     r_q, r_scale = expect.quantized("r", r, a)
-    b_q, b_scale = expect.quantized("b", b)
-    expect.same_device("b", b_q, q)
-    if a.block != b.block:
-        raise UsageError(f"a has block={a.block} and b block={b.block}: expected one block")
-    if q.shape[1] != b_q.shape[1]:
-        raise UsageError(f"a has k={q.shape[1]} and b k={b_q.shape[1]}: expected one k")
+    b_q, b_scale = expect.factors(b, a)
     expect.choice("out", out, FloatName)
     if bias is not None:
         bias = expect.vector("bias", bias, b_q.shape[0], q)

@@ -13,7 +13,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, Tuning
-from jetfire.core.operators import Differentiable, Operator, Shape
+from jetfire.core.operators import Differentiable, Operator, of_product
 from jetfire.core.problem import AS_READ, Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import STEADY_MS, Exported, Timed
 from jetfire.core.tensors import (
@@ -257,10 +257,6 @@ def _of_written(problem: GemmProblem, bound: Tensor) -> Tensor:
 OP = Gemm()
 
 
-def _sizes(a: Shape, b: Shape, bias: Shape | None) -> dict[str, Any]:
-    return {"m": a[0], "n": b[0], "k": a[1], "bias": bias is not None}
-
-
 def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     if not ctx.needs_input_grad[4]:
         ctx.mark_non_differentiable(output)
@@ -279,19 +275,19 @@ _gemm = Differentiable(
     leaf=4,
     backward=_bias_gradient,
     setup=_keep_bias,
-    derive=_sizes,
+    derive=of_product,
 )
 _gemm_quantized = Operator(
     "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
     " Tensor? seed, int block, str rounding, str layout, int? out_block=None) -> Tensor[]",
-    derive=_sizes,
+    derive=of_product,
     out="int8",
     op="gemm",
 )
 _gemm_accumulate = Operator(
     "gemm_accumulate(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
     " Tensor? bias, int block) -> ()",
-    derive=_sizes,
+    derive=of_product,
     dtype_field="out",
     accumulate=True,
     op="gemm",
@@ -324,12 +320,7 @@ def int8_gemm(
     Returns:
         C, m×n; for int8, `Quantized`.
     """
-    (q, a_scale), (b_q, b_scale) = expect.quantized("a", a), expect.quantized("b", b)
-    expect.same_device("b", b_q, q)
-    if a.block != b.block:
-        raise UsageError(f"a has block={a.block} and b block={b.block}: expected one block")
-    if q.shape[1] != b_q.shape[1]:
-        raise UsageError(f"a has k={q.shape[1]} and b k={b_q.shape[1]}: expected one k")
+    (q, a_scale), (b_q, b_scale) = expect.quantized("a", a), expect.factors(b, a)
     m, n, block = q.shape[0], b_q.shape[0], a.block
     operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:

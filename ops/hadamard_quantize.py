@@ -342,10 +342,7 @@ def int4_quantize(
     expect.scalar("step", step, x)
     expect.choice("group", group, Group)
     expect.choice("layout", layout, Codes)
-    *codes, scale, squares = _hadamard_quantize(x, step.view(1), group, layout)
-    packed = None if layout == "wide" else codes[0]
-    wide = None if layout == "packed" else codes[-1]
-    return Quantized4(packed, wide, scale, squares)
+    return Quantized4.of(_hadamard_quantize(x, step.view(1), group, layout), layout)
 
 
 @checked
@@ -387,17 +384,11 @@ def int4_quantize_backward(
     codes = None
     if q is not None:
         codes = expect.packed("q", q)
-        _belongs("q", codes, (rows, n // 2), dx_hat)
+        expect.shaped("q", codes, (rows, n // 2), dx_hat)
     if x is not None and step is not None:
         expect.matrix("x", x, (expect.named(dx_hat.dtype),))
-        _belongs("x", x, (rows, n), dx_hat)
+        expect.shaped("x", x, (rows, n), dx_hat)
         expect.scalar("step", step, dx_hat)
         step = step.view(1)
     found = _hadamard_quantize_backward(dx_hat, codes, x, step, slots, unit, group)
     return found[0] if x is None else tuple(found)
-
-
-def _belongs(name: str, given: Tensor, shape: tuple[int, int], dx_hat: Tensor) -> None:
-    expect.same_device(name, given, dx_hat)
-    if given.shape != shape:
-        raise UsageError(f"{name} has shape {tuple(given.shape)}: expected {shape}")

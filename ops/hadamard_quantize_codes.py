@@ -141,7 +141,5 @@ def int4_quantize_codes(
     expect.scalar("step", step, q)
     expect.choice("group", group, Group)
     expect.choice("layout", layout, Codes)
-    *codes, unit, squares = _hadamard_quantize_codes(q, scale, step.view(1), x.block, group, layout)
-    packed = None if layout == "wide" else codes[0]
-    wide = None if layout == "packed" else codes[-1]
-    return Quantized4(packed, wide, unit, squares)
+    found = _hadamard_quantize_codes(q, scale, step.view(1), x.block, group, layout)
+    return Quantized4.of(found, layout)

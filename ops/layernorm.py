@@ -223,15 +223,9 @@ def int8_layernorm_backward(
     Returns:
         dx, quantised; dweight and dbias, fp32, n.
     """
-    q, scale = expect.quantized("x", x)
-    codes = q, scale, *expect.quantized("dy", dy, like=x)
-    m, n = q.shape
-    weight = expect.vector("weight", weight, n, q)
-    mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
-    seed = expect.rounding_seed(rounding, seed, layout, q)
-    *dx, dweight, dbias = _layernorm_backward(
-        *codes, weight, mean, rstd, seed, x.block, rounding, layout, out_block
-    )
+    operands = expect.norm_backward(x, dy, weight, mean=mean, rstd=rstd)
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
+    *dx, dweight, dbias = _layernorm_backward(*operands, seed, x.block, rounding, layout, out_block)
     return Quantized.of(dx, layout, out_block or x.block), dweight, dbias
 
 
@@ -261,14 +255,10 @@ def int8_layernorm_add_backward(
     Returns:
         dx, the sum of both (bf16), and its quantised copy; dweight and dbias, fp32, n.
     """
-    q, scale = expect.quantized("x", x)
-    codes = q, scale, *expect.quantized("dy", dy, like=x)
-    m, n = q.shape
-    weight = expect.vector("weight", weight, n, q)
-    mean, rstd = expect.vector("mean", mean, m, q), expect.vector("rstd", rstd, m, q)
-    expect.same_shape("dsum", dsum, q, "bfloat16")
-    seed = expect.rounding_seed(rounding, seed, layout, q)
+    operands = expect.norm_backward(x, dy, weight, mean=mean, rstd=rstd)
+    expect.same_shape("dsum", dsum, operands[0], "bfloat16")
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
     dx, *copy, dweight, dbias = _layernorm_add_backward(
-        *codes, weight, mean, rstd, dsum, seed, x.block, rounding, layout, out_block
+        *operands, dsum, seed, x.block, rounding, layout, out_block
     )
     return dx, Quantized.of(copy, layout, out_block or x.block), dweight, dbias

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block, FloatName, Layout, Problem, Rounding
@@ -90,10 +89,7 @@ def int8_quantize_qkv(
     """Return the codes of [query | key | value], m×3w, of three m×w matrices of one float dtype."""
     expect.matrix("query", query, expect.FLOATS)
     for name, x in (("key", key), ("value", value)):
-        expect.matrix(name, x, (expect.named(query.dtype),))
-        expect.same_device(name, x, query)
-        if x.shape != query.shape:
-            raise UsageError(f"{name} has shape {tuple(x.shape)}: expected {tuple(query.shape)}")
+        expect.same_shape(name, x, query, expect.named(query.dtype))
     expect.choice("block", block, Block)
     seed = expect.rounding_seed(rounding, seed, layout, query)
     codes = _quantize_qkv(query, key, value, seed, block, rounding, layout)

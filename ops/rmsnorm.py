@@ -203,14 +203,9 @@ def int8_rmsnorm_backward(
     Returns:
         dx, quantised; dweight, fp32, n.
     """
-    q, scale = expect.quantized("x", x)
-    codes = q, scale, *expect.quantized("dy", dy, like=x)
-    m, n = q.shape
-    weight, rstd = expect.vector("weight", weight, n, q), expect.vector("rstd", rstd, m, q)
-    seed = expect.rounding_seed(rounding, seed, layout, q)
-    *dx, dweight = _rmsnorm_backward(
-        *codes, weight, rstd, seed, x.block, rounding, layout, out_block
-    )
+    operands = expect.norm_backward(x, dy, weight, rstd=rstd)
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
+    *dx, dweight = _rmsnorm_backward(*operands, seed, x.block, rounding, layout, out_block)
     return Quantized.of(dx, layout, out_block or x.block), dweight
 
 
@@ -239,13 +234,10 @@ def int8_rmsnorm_add_backward(
     Returns:
         dx, the sum of both (bf16), and its quantised copy; dweight, fp32, n.
     """
-    q, scale = expect.quantized("x", x)
-    codes = q, scale, *expect.quantized("dy", dy, like=x)
-    m, n = q.shape
-    weight, rstd = expect.vector("weight", weight, n, q), expect.vector("rstd", rstd, m, q)
-    expect.same_shape("dsum", dsum, q, "bfloat16")
-    seed = expect.rounding_seed(rounding, seed, layout, q)
+    operands = expect.norm_backward(x, dy, weight, rstd=rstd)
+    expect.same_shape("dsum", dsum, operands[0], "bfloat16")
+    seed = expect.rounding_seed(rounding, seed, layout, operands[0])
     dx, *copy, dweight = _rmsnorm_add_backward(
-        *codes, weight, rstd, dsum, seed, x.block, rounding, layout, out_block
+        *operands, dsum, seed, x.block, rounding, layout, out_block
     )
     return dx, Quantized.of(copy, layout, out_block or x.block), dweight

@@ -14,7 +14,7 @@ from jetfire.core import files
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.export import command, cuda, embedded, measure, naming, render, targets
-from jetfire.export.library import Library, header
+from jetfire.export.library import Library, with_header
 from jetfire.export.options import ExportOptions
 from jetfire.export.plan import ExportPlan
 from jetfire.export.target import ExportTarget, run
@@ -65,8 +65,7 @@ def fake(monkeypatch, shipped):
 
 
 def library(plan):
-    made = header(plan, workspace=False, any_size=True, contract=())
-    return Library({f"{plan.name}.h": made}, (), (), "90a", False, True, ())
+    return with_header(plan, Library({}, (), (), "90a", False, True, ()))
 
 
 def export(folder, *words):

@@ -20,7 +20,7 @@ from jetfire.core.errors import UsageError
 from jetfire.export import cuda, samples, targets
 from jetfire.export import plan as plans
 from jetfire.export.foreign import Foreign
-from jetfire.export.library import Library, header
+from jetfire.export.library import Library, with_header
 from jetfire.export.render import render
 from jetfire.export.target import cuda_home
 from jetfire.export.targets import c_library
@@ -101,16 +101,9 @@ def written(plan, target, sample):
 
 
 def empty(plan):
-    text = header(plan, workspace=False, any_size=False, contract=())
-    return Library(
-        {f"{plan.name}.h": text, f"{plan.name}.c": b"\n"},
-        (),
-        (f"{plan.name}.c",),
-        "90",
-        False,
-        False,
-        ("All addresses are multiples of 16.",),
-    )
+    contract = ("All addresses are multiples of 16.",)
+    file = f"{plan.name}.c"
+    return with_header(plan, Library({file: b"\n"}, (), (file,), "90", False, False, contract))
 
 
 @pytest.fixture(scope="module")

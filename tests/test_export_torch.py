@@ -24,7 +24,7 @@ from jetfire.core.errors import UsageError
 from jetfire.export import plan as plans
 from jetfire.export import samples, targets
 from jetfire.export.folder import implement
-from jetfire.export.library import Library, header, parameters
+from jetfire.export.library import Library, parameters, with_header
 from jetfire.export.manifest import version
 from jetfire.export.signature import signature_of
 from jetfire.export.target import cuda_home, run
@@ -91,9 +91,8 @@ def hand_made(plan, *, cuda=False, workspace=False):
     if workspace:
         code += f"size_t {name}_workspace_bytes({sizes}) {{ return 64; }}\n"
     file = f"{name}.{'cu' if cuda else 'c'}"
-    text = header(plan, workspace=workspace, any_size=cuda, contract=contract)
-    return Library(
-        files={f"{name}.h": text, file: code.encode()},
+    made = Library(
+        files={file: code.encode()},
         cuda_sources=(file,) if cuda else (),
         c_sources=() if cuda else (file,),
         architecture="90a",
@@ -101,6 +100,7 @@ def hand_made(plan, *, cuda=False, workspace=False):
         any_size=cuda,
         contract=contract,
     )
+    return with_header(plan, made)
 
 
 def write(folder, files):

@@ -118,13 +118,12 @@ class OperatorTarget(ExportTarget):
             "LICENSE": licence(),
         }
 
-    def loaded(self, plan: ExportPlan, folder: Path) -> Path:
-        """Return the built package's `__init__.py`."""
-        return folder / plan.name / "__init__.py"
+    def loaded(self, plan: ExportPlan, folder: Path) -> tuple[str, Path]:
+        """Return the name that the built package is imported by, and its `__init__.py`."""
+        return plan.name, folder / plan.name / "__init__.py"
 
     def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
-        file = self.loaded(plan, folder)
-        module = imported(file.parent.name, file)
+        module = imported(*self.loaded(plan, folder))
         return caller(plan, getattr(module, plan.name))
 
 
@@ -196,7 +195,7 @@ class Wheel(OperatorTarget):
     def selftest(self, plan: ExportPlan, folder: Path) -> None:
         run([sys.executable, "-m", f"{plan.name}.selftest"], folder / INSTALLED)
 
-    def loaded(self, plan: ExportPlan, folder: Path) -> Path:
+    def loaded(self, plan: ExportPlan, folder: Path) -> tuple[str, Path]:
         return super().loaded(plan, folder / INSTALLED)
 
 
@@ -269,11 +268,9 @@ class HuggingFace(OperatorTarget):
     def selftest(self, plan: ExportPlan, folder: Path) -> None:
         run([*_CLEAN, "selftest.py"], folder)
 
-    def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
+    def loaded(self, plan: ExportPlan, folder: Path) -> tuple[str, Path]:
         (metadata,) = folder.glob("build/*/metadata.json")
-        name = json.loads(metadata.read_text())["id"]
-        module = imported(name, metadata.with_name("__init__.py"))
-        return caller(plan, getattr(module, plan.name))
+        return json.loads(metadata.read_text())["id"], metadata.with_name("__init__.py")
 
 
 TARGETS: dict[str, ExportTarget] = {t.form: t for t in (TorchExtension(), Wheel(), HuggingFace())}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jetfire.core import terminal
+from jetfire.core import files, terminal
 from jetfire.core.errors import UsageError
 from jetfire.core.terminal import note
 from jetfire.gpt2.training import log
@@ -66,11 +66,9 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     maps = worst(seen)
     if len(maps) < len(seen):
         note(f"of {len(seen)} watched runs the {len(maps)} with the lowest ratios have maps")
-    try:
+    with files.writing(output):
         if kind == PAGE:
             page(groups, output, maps)
         else:
             image(groups, output, "; ".join(group.mean.label for group in groups), maps=maps)
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
     terminal.result({"file": output}, lambda: terminal.decision(f"{output}: written"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -164,9 +164,8 @@ class StudyRun:
             begun = heads[-1]["settings"] if heads else schema.load(folder / SETTINGS, Fields)
         except Missing:
             return None
-        known = {name: value for name, value in begun.items() if name != PROCESSES}
         try:
-            settings = resumed(known, {}, str(folder))
+            settings = resumed(_without(begun, (PROCESSES,)), {}, str(folder))
             return cls(folder, settings, found if heads else [], arm or Arm.of(settings))
         except UsageError as error:
             raise UsageError(f"{folder}: {error}") from None
@@ -219,7 +218,25 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], free: Iterable[s
 
 def unnamed(settings: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
     """Return the settings that an arm shares with others: those that it does not name."""
-    return {name: value for name, value in settings.items() if name not in arm.settings}
+    return _without(settings, arm.settings)
+
+
+def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+def _recorded(run: StudyRun) -> dict[str, Any]:
+    """Return a run's settings but for those that a record has a place of their own for."""
+    return _without(run.settings.as_dict(), ("recipe", "seed", "data", "preset"))
+
+
+def _common(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that all runs have alike."""
+    return {
+        name: value
+        for name, value in every[0].items()
+        if all(other.get(name) == value for other in every)
+    }
 
 
 def check_alike(runs: Sequence[StudyRun]) -> None:
@@ -285,13 +302,7 @@ def make(
     check_alike(runs)
     done = [run for run in runs if run.finished]
     first, one = done[0].head, done[0].settings
-    every = [run.settings.as_dict() for run in done]
-    common = {
-        name: value
-        for name, value in every[0].items()
-        if name not in ("recipe", "seed", "data", "preset")
-        and all(other[name] == value for other in every)
-    }
+    common = _common([_recorded(run) for run in done])
     names = [run.folder.name for run in runs if not run.finished]
     begun = {run.folder.name for run in runs}
     recipes: dict[str, list[StudyRun]] = {}
@@ -348,11 +359,6 @@ def _losses(run: StudyRun, window: tuple[int, int], common: Mapping[str, Any]) -
     outcome, losses = run.outcome, run.losses(window)
     error = stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
     ms = outcome.ms if len(run.devices) == 1 else None
-    own = {
-        name: value
-        for name, value in run.settings.as_dict().items()
-        if name not in {*common, "recipe", "seed", "data", "preset"}
-    }
     return {
         "seed": run.seed,
         "device": ", ".join(run.devices),
@@ -361,7 +367,7 @@ def _losses(run: StudyRun, window: tuple[int, int], common: Mapping[str, Any]) -
         "final_validation_loss": _nats(outcome.final),
         "best_validation_loss": _nats(outcome.best),
         "ms": None if ms is None else round(ms, 3),
-        "settings": own,
+        "settings": _without(_recorded(run), common),
     }
 
 
@@ -385,14 +391,9 @@ def added(record: StudyRecord, earlier: StudyRecord, file: Path) -> StudyRecord:
                 known = {**one["settings"], **run["settings"]}
                 runs.setdefault(recipe, {})[run["seed"]] = {**run, "settings": known}
     every = [run for by_seed in runs.values() for run in by_seed.values()]
-    first = every[0]["settings"]
-    common = {
-        name: value
-        for name, value in first.items()
-        if all(run["settings"].get(name) == value for run in every)
-    }
+    common = _common([run["settings"] for run in every])
     for run in every:
-        run["settings"] = {n: v for n, v in run["settings"].items() if n not in common}
+        run["settings"] = _without(run["settings"], common)
     names = {f"{recipe}-seed{seed}" for recipe, by_seed in runs.items() for seed in by_seed}
     unfinished = dict.fromkeys((*earlier["unfinished"], *record["unfinished"]))
     base = runs.get(record["base"], {})
