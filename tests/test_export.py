@@ -20,7 +20,7 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.core.profiles import Entry
 from jetfire.export import command, measure, samples, suite, targets
-from jetfire.export.library import Library, header, parameters
+from jetfire.export.library import Library, parameters, with_header
 from jetfire.export.plan import ExportPlan, TunedProblem, make
 from jetfire.export.target import cuda_home, run
 from jetfire.export.targets import c_library
@@ -213,9 +213,8 @@ def failing(name):
     arguments = ", ".join(parameters(plan, workspace=False))
     code = f'#include "{name}.h"\nint {name}({arguments}) {{ return {name.upper()}_BAD_SIZE; }}\n'
     code += f'const char* {name}_error(int code) {{ return code ? "bad" : "good"; }}\n'
-    head = header(plan, workspace=False, any_size=True, contract=())
-    files = {f"{name}.h": head, f"{name}.c": code.encode()}
-    library = Library(files, (), (f"{name}.c",), "90", False, True, ())
+    files = {f"{name}.c": code.encode()}
+    library = with_header(plan, Library(files, (), tuple(files), "90", False, True, ()))
     return c_library.TARGET.files(plan, library, samples.record(plan))
 
 
@@ -299,13 +298,12 @@ def dequantize(tmp_path_factory):
     op = registry.get("dequantize")
     problem = op.Problem.parse({"m": 8192, "n": 4096, "block": 32})
     plan = make([Case(op, problem)], "triton", target_device((9, 0)), None)
-    head = header(plan, workspace=False, any_size=True, contract=())
     files = {
-        "jetfire_dequantize.h": head,
         "jetfire_dequantize.c": DEQUANTIZE.encode(),
         "cuda_runtime_api.h": RUNTIME.encode(),
     }
-    library = Library(files, (), ("jetfire_dequantize.c",), "90", False, True, ())
+    sources = ("jetfire_dequantize.c",)
+    library = with_header(plan, Library(files, (), sources, "90", False, True, ()))
     sample = samples.record(plan)
     folder = tmp_path_factory.mktemp("dequantize")
     for name, tolerance in (("exact", 0.0), ("near", 2.0**-8)):
