@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,8 @@ def unpacked(tracked, tmp_path_factory):
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(made)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
     (archive,) = made.glob("jetfire-*.tar.gz")
-    with tarfile.open(archive) as content:
-        content.extractall(made, filter="data")
+    # By tar: Python 3.11.2, which is Debian 12's, knows none of the filters that 3.12 asks for.
+    subprocess.run(["tar", "xf", archive, "-C", made], check=True)
     return made / archive.name.removesuffix(".tar.gz")
 
 
