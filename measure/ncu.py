@@ -49,6 +49,8 @@ METRICS: dict[str, tuple[tuple[str, ...], str, float]] = {
     "duration_ms": (("gpu__time_duration.sum",), _SUM, 1e-6),
     "sm_pct": ((f"sm__throughput.{_PEAK}_elapsed",), _MEAN, 1.0),
     "memory_pct": ((f"gpu__compute_memory_throughput.{_PEAK}_elapsed",), _MEAN, 1.0),
+    "l1_pct": ((f"l1tex__throughput.{_PEAK}_active",), _MEAN, 1.0),
+    "l2_pct": ((f"lts__throughput.{_PEAK}_elapsed",), _MEAN, 1.0),
     "dram_pct": (
         (f"gpu__dram_throughput.{_PEAK}_elapsed", f"dram__throughput.{_PEAK}_elapsed"),
         _MEAN,

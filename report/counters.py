@@ -32,8 +32,10 @@ SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 # What goes first where a terminal is narrow.
 SPARE = ("conflicts", "registers", "occupancy", "L2", "DRAM rate", "SM", "DRAM")
 # What limits a kernel that has a share of its peak, by counter.
-_LIMITS = {"tensor_pct": "the tensor pipes", "dram_pct": "DRAM", "memory_pct": "memory's pipes"}
+_LIMITS = {"tensor_pct": "the tensor pipes", "memory_pct": "memory's pipes"}
 _LIMITS |= {"sm_pct": "instructions"}
+# The parts of memory that have a share of their own.
+_PARTS = {"dram_pct": "DRAM", "l2_pct": "the L2 cache", "l1_pct": "L1 and shared memory"}
 # Of what two configs are compared in: what it is called, and how its value is written. A share, or
 # a count, has to be worth mentioning: beside it stands what is added to both sides of a ratio.
 _PERCENT = "{:.0f}%".format
@@ -76,15 +78,17 @@ def reason_text(reason: str) -> str:
 
 def limiter(counters: Counted) -> str:
     """Return in one sentence what limits a kernel."""
-    shares = {name: counters[name] for name in _LIMITS if name in counters}
+    limits = _LIMITS | _PARTS
+    shares = {name: counters[name] for name in limits if name in counters}
     most = max(shares, key=lambda name: shares[name], default=None)
     waits = next(iter(stalls(counters)), None)
-    if most == "memory_pct" and shares.get("dram_pct", 0.0) > 0.95 * shares[most]:
-        most = "dram_pct"  # which is a part of it
+    if most == "memory_pct":
+        part = max(_PARTS, key=lambda name: shares.get(name, 0.0))
+        most = part if shares.get(part, 0.0) > 0.95 * shares[most] else most
     if most is not None and shares[most] >= BUSY:
-        return f"limited by {_LIMITS[most]}, at {shares[most]:.0f}% of the peak"
+        return f"limited by {limits[most]}, at {shares[most]:.0f}% of the peak"
     if waits is not None:
-        peak = "" if most is None else f", {_LIMITS[most]} at {shares[most]:.0f}% of the peak"
+        peak = "" if most is None else f", {limits[most]} at {shares[most]:.0f}% of the peak"
         return f"limited by latency{peak}: warps wait most for {reason_text(waits)}"
     return "limited by what no counter says"
 

@@ -362,6 +362,9 @@ def changed(**values):
     [
         ({}, "limited by DRAM, at 88% of the peak"),
         ({"dram_pct": 40.0}, "limited by memory's pipes, at 90% of the peak"),
+        ({"dram_pct": 40.0, "l1_pct": 80.0}, "limited by memory's pipes, at 90% of the peak"),
+        ({"l1_pct": 80.0, "l2_pct": 89.0}, "limited by the L2 cache, at 89% of the peak"),
+        ({"l1_pct": 90.0, "l2_pct": 70.0}, "limited by L1 and shared memory, at 90% of the peak"),
         ({"tensor_pct": 95.0}, "limited by the tensor pipes, at 95% of the peak"),
         ({"sm_pct": 92.0}, "limited by instructions, at 92% of the peak"),
         (
@@ -522,7 +525,7 @@ def test_dram_bytes_are_those_of_the_op(tmp_path, capsys):
     assert found["dram_of_counted"] == pytest.approx(1.0, abs=0.25)
     assert found["duration_ms"] == pytest.approx(row.ms, rel=0.5)
     assert {"sm_pct", "memory_pct", "dram_pct", "occupancy_pct", "registers"} <= found.keys()
-    assert {"l2_bytes", "bank_conflicts", "tensor_pct"} <= found.keys()
+    assert {"l2_bytes", "bank_conflicts", "tensor_pct", "l1_pct", "l2_pct"} <= found.keys()
     assert shown.stalls(found)
     assert "quantize" in found["kernels"]
 
