@@ -307,16 +307,16 @@ def test_merging_quantises_anew(device, peft, safe, dtype):
     assert bool((error <= slack + 1e-7).all())
 
 
-def hugging_face(transformers, kind, layers=2):
+def hugging_face(transformers, kind):
     if kind == "gpt2":
-        sizes = {"vocab_size": 96, "n_positions": 32, "n_embd": 64, "n_layer": layers, "n_head": 2}
+        sizes = {"vocab_size": 96, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
         end = {"bos_token_id": 0, "eos_token_id": 0}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **end)), "c_attn"
     config = transformers.LlamaConfig(
         vocab_size=96,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=32,
@@ -384,11 +384,8 @@ def loss_of_compiled(wrapped, partition=min_cut_rematerialization_partition, **g
 @pytest.mark.parametrize("given", ["nothing", "mask"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_compiled_model_has_no_mask_that_is_causal_alone(peft, transformers, kind, given):
-    """The loss is what it is without torch.compile, where `transformers` looks at the mask.
-
-    It makes one mask for all layers, of which one is compiled.
-    """
-    model, target = hugging_face(transformers, kind, layers=1)
+    """The loss is what it is without torch.compile, where `transformers` looks at the mask."""
+    model, target = hugging_face(transformers, kind)
     convert(model.eval(), INT8, frozen=True)
     wrapped = adapted(peft, model, target if kind == "llama" else [target])
     mask = {"attention_mask": (torch.arange(24, device="cpu") > 7).expand(2, 24).long()}
