@@ -34,19 +34,19 @@ Tensor = torch.Tensor
 KEYS = 3
 
 
-def _kept(gradient: str) -> tuple[Parts, Keep]:
+def kept(gradient: str) -> tuple[Parts, Keep]:
     """Return how many parts a split gradient has, and which of their rows are kept."""
     return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
 
 
 def _most_tokens(gradient: str) -> int:
-    parts, keep = _kept(gradient)
+    parts, keep = kept(gradient)
     room = MOST_K["wgrad"]
     return bisect_right(range(room + 1), room, key=lambda m: capacity(m, parts, "wgrad", keep)) - 1
 
 
 # Tokens whose weight gradient's integer sums fit in 32 bits. In INT8 only a block's are integers.
-MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in ("sampled", "nearest")}
+MOST_TOKENS = {gradient: _most_tokens(gradient) for gradient in ("sampled", "split", "nearest")}
 
 
 def checked_tokens(tokens: int, gradient: Gradient) -> None:
@@ -96,7 +96,7 @@ class Split(NamedTuple):
     @classmethod
     def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> Split:
         """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
-        parts, keep = _kept(how)
+        parts, keep = kept(how)
         bits: Literal[8, 4] = 8 if parts == 2 else 4
         if isinstance(gradient, Quantized):
             codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])

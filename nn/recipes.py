@@ -10,7 +10,7 @@ from jetfire.core.errors import UsageError, unknown
 from jetfire.core.kept_rows import MOST_K
 from jetfire.core.problem import Block, Group
 
-Gradient = Literal["sampled", "int8", "nearest"]
+Gradient = Literal["sampled", "split", "int8", "nearest"]
 # The side of the blocks of a gradient that is "int8": the widest, whose products are the fastest.
 GRADIENT_BLOCK: Block = 128
 # Bits of what backward keeps of a number of a layer's input.
@@ -56,9 +56,10 @@ class Int4:
             power of two up to 1024 that divides a layer's inputs; 1 mixes none. "search" takes, for
             each layer, the one that quantises its first batch with the least error.
         gradient: what of a layer's output gradient is multiplied. "sampled": two 4-bit parts, of
-            whose rows as many as there are tokens are drawn by leverage score; "int8": INT8 codes,
-            which one product reads in the time of one 4-bit part's, as Hopper has no faster one;
-            "nearest": one 4-bit part, rounded to nearest, which biases the products.
+            whose rows as many as there are tokens are drawn by leverage score; "split": the same
+            parts with all their rows; "int8": INT8 codes, which one product reads in the time of
+            one 4-bit part's, as Hopper has no faster one; "nearest": one
+            4-bit part, rounded to nearest, which biases the products.
     """
 
     group: Group | Literal["search"] = 32
@@ -148,6 +149,7 @@ RECIPES = {
         Recipe("int8-kept4", 128, 32, head=128, kept=4),
         Recipe("int8-fallback", 128, fallback=0.2),
         Recipe("int4-hq-lss", flow=32, int4=DEFAULT),
+        Recipe("int4-hq-bs", flow=32, int4=Int4(gradient="split")),
         Recipe("int4-hq", flow=32, int4=Int4(gradient="int8")),
         Recipe("int4-naive", flow=32, int4=Int4(1, "nearest")),
     )

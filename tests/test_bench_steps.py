@@ -86,10 +86,16 @@ def test_a_right_recipe_is_timed_beside_eager(problem, op, tmp_path):
 def test_a_recipe_in_4_bits_is_checked_along_the_exact_gradient(problem):
     names = tuple(name for name in cases.MEASURED if recipes.RECIPES[name].noisy)
     (*rows, eager), notes = measure(problem, names)
-    assert [row.kernel for row in rows] == ["int8-kept4", "int4-hq-lss", "int4-hq", "int4-naive"]
+    assert [row.kernel for row in rows] == [
+        "int8-kept4",
+        "int4-hq-lss",
+        "int4-hq-bs",
+        "int4-hq",
+        "int4-naive",
+    ]
     assert all(row.ok and row.vs_peer == {"eager": eager.ms / row.ms} for row in rows), notes
     noise = {row.kernel: row.extra["noise"] for row in rows}
-    assert noise["int4-hq-lss"] > noise["int4-hq"] > bench.GRADIENT_TOLERANCE
+    assert noise["int4-hq-lss"] > noise["int4-hq-bs"] > noise["int4-hq"] > bench.GRADIENT_TOLERANCE
     assert noise["int8-kept4"] < noise["int4-hq"]
     assert all(0 < row.rel_err <= bench.ATTENTION_TOLERANCE for row in rows)
 

@@ -133,6 +133,7 @@ def token():
     [
         ("sampled", 32, Int4Linear, 500),
         ("sampled", 64, Int4Conv1D, 200),
+        ("split", 32, Int4Linear, 200),
         ("int8", 32, Int4Linear, 60),
     ],
 )
@@ -152,7 +153,7 @@ def test_gradients_are_unbiased(gradient, group, kind, draws):
         found.append(gradients_of(layer, x, g))
     names = ("x", "weight", "bias")
     for name, right, *ones in zip(names, expected, *found, strict=True):
-        if name == "bias" and gradient == "sampled":
+        if name == "bias" and gradient in ("sampled", "split"):
             assert error_of(ones[0], right) < 1e-6
             continue
         near(torch.stack(ones).double(), right, name)
@@ -210,7 +211,7 @@ def test_sampling_drops_rows_and_splitting_none():
     g = torch.randn(256, 48) / 3
     g[7] = 5.0
     spread = {}
-    for gradient in ("sampled", "int8"):
+    for gradient in ("sampled", "split", "int8"):
         layer = layer_of(64, 48, Int4(32, gradient))
         layer(x)
         exact = Exact(layer, x).gradients(g)
@@ -218,7 +219,7 @@ def test_sampling_drops_rows_and_splitting_none():
         found = gradients_of(layer, x, g)
         assert error_of(found[0][7], exact[0][7]) < 0.03
         spread[gradient] = error_of(found[1], exact[1])
-    assert 2 * spread["int8"] < spread["sampled"] < 0.5
+    assert 2 * max(spread["int8"], spread["split"]) < spread["sampled"] < 0.5
 
 
 @pytest.mark.parametrize("name", INT4)
@@ -672,7 +673,12 @@ def test_input_of_any_layout():
 
 def test_tokens_whose_sums_would_not_fit_are_refused(monkeypatch):
     """Where they are given, and not in the middle of backward; evaluation has no such limit."""
-    for gradient, most, *kept in (("sampled", 152007, 2, "half"), ("nearest", 171136, 1, "all")):
+    kinds = (
+        ("sampled", 152007, 2, "half"),
+        ("split", 85504, 2, "all"),
+        ("nearest", 171136, 1, "all"),
+    )
+    for gradient, most, *kept in kinds:
         assert MOST_TOKENS[gradient] == most
         assert capacity(most, kept[0], "wgrad", kept[1]) <= MOST_K["wgrad"]
         assert capacity(most + 1, kept[0], "wgrad", kept[1]) > MOST_K["wgrad"]
@@ -691,7 +697,7 @@ def test_refuses_in_one_line():
     x = torch.zeros(2, 64)
     refused("group=3: expected a power of two from 1 to 1024, or 'search'", Int4, 3)
     refused("group=2048: expected a power of two from 1 to 1024, or 'search'", Int4, 2048)
-    refused("gradient=exact: expected sampled or int8 or nearest", Int4, 32, "exact")
+    refused("gradient=exact: expected one of sampled, split, int8, nearest", Int4, 32, "exact")
     refused("group=32 with 40 inputs: expected 1 or 2 or 4 or 8", Int4Linear, 40, 48)
     even = "expected even numbers, two codes to a byte"
     refused(f"64 inputs, 47 outputs: {even}", Int4Linear, 64, 47)
@@ -714,8 +720,9 @@ def test_repr():
 
 
 def test_recipes():
-    assert INT4 == ["int4-hq-lss", "int4-hq", "int4-naive"]
-    assert list(KINDS.values()) == [Int4(32, "sampled"), Int4(32, "int8"), Int4(1, "nearest")]
+    assert INT4 == ["int4-hq-lss", "int4-hq-bs", "int4-hq", "int4-naive"]
+    of_hq = [Int4(32, gradient) for gradient in ("sampled", "split", "int8")]
+    assert list(KINDS.values()) == [*of_hq, Int4(1, "nearest")]
     assert [name for name, recipe in RECIPES.items() if recipe.plain] == ["bf16"]
 
 

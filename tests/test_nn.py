@@ -70,14 +70,14 @@ def sequential(device):
 
 def test_recipes():
     int8 = ["int8", "int8-block32", "int8-block64", "int8-block128"]
-    int4 = ["int4-hq-lss", "int4-hq", "int4-naive"]
+    int4 = ["int4-hq-lss", "int4-hq-bs", "int4-hq", "int4-naive"]
     assert list(RECIPES) == ["bf16", *int8, "int8-kept4", "int8-fallback", *int4]
-    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, *[128] * 3, *[None] * 3]
-    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, 32, None, 32, 32, 32]
-    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 3, 128, *[None] * 4]
-    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 9]
-    assert [r.fallback for r in RECIPES.values()] == [*[None] * 6, 0.2, *[None] * 3]
-    assert [r.kept for r in RECIPES.values()] == [*[8] * 5, 4, *[8] * 4]
+    assert [r.block for r in RECIPES.values()] == [None, 128, 32, 64, *[128] * 3, *[None] * 4]
+    assert [r.flow for r in RECIPES.values()] == [None, 32, 32, 64, 128, 32, None, *[32] * 4]
+    assert [r.head for r in RECIPES.values()] == [None, 128, *[None] * 3, 128, *[None] * 5]
+    assert [r.plain for r in RECIPES.values()] == [True, *[False] * 10]
+    assert [r.fallback for r in RECIPES.values()] == [*[None] * 6, 0.2, *[None] * 4]
+    assert [r.kept for r in RECIPES.values()] == [*[8] * 5, 4, *[8] * 5]
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 

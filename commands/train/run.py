@@ -24,8 +24,8 @@ Recipe = Annotated[
     o.option(
         "--recipe",
         "NAME",
-        "bf16, int8, int8-block32, -block64, -block128, -kept4, -fallback, int4-hq-lss, int4-hq, "
-        "int4-naive (int8).",
+        "bf16, int8, int8-block32, -block64, -block128, -kept4, -fallback, int4-hq-lss, "
+        "int4-hq-bs, int4-hq, int4-naive (int8).",
         o.RECIPES,
     ),
 ]
