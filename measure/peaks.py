@@ -137,7 +137,7 @@ def cached(watch: Load, remeasure: bool = False) -> Peaks:
         found = known.get(key)
         if found is None or remeasure or ("busy" in found and watch.was_quiet):
             # The lock's holder may have kept the device busy till now.
-            load = Load(watch.device, watch.monitor)
+            load = Load(watch.device)
             found = known[key] = measure(watch.device)
             if busy := load.text():
                 found["busy"] = busy

@@ -115,17 +115,13 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(peaks, "measure", measure)
     monkeypatch.setattr(load.Load, "text", lambda _: made["busy"])
     monkeypatch.setattr(load.Load, "was_quiet", property(lambda _: made["quiet"]))
-    nvml = SimpleNamespace(driver=lambda: made["driver"])
+    nvml = SimpleNamespace(driver=lambda: made["driver"], utilisation=lambda: None)
     monkeypatch.setattr(load.Nvml, "open", lambda _: nvml)
     return tmp_path / "cache" / "peaks.json", made
 
 
-def watched():
-    return load.Load(CPU, load.Nvml.open(CPU))
-
-
 def gbps(**more) -> float:
-    return peaks.cached(watched(), **more)["copy_gbps"]
+    return peaks.cached(load.Load(CPU), **more)["copy_gbps"]
 
 
 def test_peaks_are_measured_once_for_all_that_they_depend_on(cache, monkeypatch):
@@ -148,11 +144,11 @@ def test_peaks_are_measured_once_for_all_that_they_depend_on(cache, monkeypatch)
 def test_what_was_measured_on_a_busy_machine_says_so_and_is_measured_again(cache):
     file, made = cache
     made.update(busy="others did", quiet=False)
-    assert peaks.cached(watched())["busy"] == "others did"
-    assert peaks.cached(watched())["busy"] == "others did"  # it would be no better now
+    assert peaks.cached(load.Load(CPU))["busy"] == "others did"
+    assert peaks.cached(load.Load(CPU))["busy"] == "others did"  # it would be no better now
     assert made["count"] == 1
     made.update(busy=None, quiet=True)
-    assert "busy" not in peaks.cached(watched())
+    assert "busy" not in peaks.cached(load.Load(CPU))
     made.update(busy="others did")
     assert gbps() == 2
     assert "busy" not in next(iter(json.loads(file.read_text()).values()))
