@@ -69,6 +69,7 @@ def test_a_cpu_has_all_three_and_says_how(monkeypatch):
     monkeypatch.setattr(peaks, "_copy_gbps", measured("copy", (8.0, "a copy")))
     monkeypatch.setattr(peaks, "_cpu_int8_tops", measured("int8", (0.2, "a product")))
     monkeypatch.setattr(peaks, "_product_tflops", measured("bf16", 0.3))
+    monkeypatch.setattr(load.Load, "text", lambda _: None)
     assert peaks.measure(CPU) == {
         "copy_gbps": 8.0,
         "int8_tops": 0.2,
@@ -106,13 +107,14 @@ def cache(tmp_path, monkeypatch):
     """The cache's file; what measures gives 1, 2, 3, … GB/s and is quiet."""
     made = {"count": 0, "busy": None, "quiet": True, "driver": None}
 
-    def measure(_):
+    def copied(*_):
         made["count"] += 1
-        rates = dict.fromkeys(("copy_gbps", "int8_tops", "bf16_tflops"), float(made["count"]))
-        return {**rates, "how": {"copy_gbps": "by counting"}}
+        return float(made["count"]), "by counting"
 
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(peaks, "measure", measure)
+    monkeypatch.setattr(peaks, "_copy_gbps", copied)
+    monkeypatch.setattr(peaks, "_cpu_int8_tops", lambda _: (1.0, "by nothing"))
+    monkeypatch.setattr(peaks, "_product_tflops", lambda *_: 1.0)
     monkeypatch.setattr(load.Load, "text", lambda _: made["busy"])
     monkeypatch.setattr(load.Load, "was_quiet", property(lambda _: made["quiet"]))
     nvml = SimpleNamespace(driver=lambda: made["driver"], utilisation=lambda: None)
