@@ -387,16 +387,7 @@ class Session:
             f"{max(ratios) - 1:.1%} at worst"
         )
         return [
-            Final(
-                config,
-                on_one.configs[config],
-                on_one.configs.get(one.target.space.base),
-                on_one.configs.get(one.found.config),
-                False,
-                on_one.peers,
-                on_one.failed,
-                on_one.digests.get(config),
-            )
+            Final.chosen(config, on_one, one.target.space.base, one.found.config, False)
             for one, on_one in zip(searches, compared, strict=True)
         ]
 
