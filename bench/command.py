@@ -255,7 +255,6 @@ class Output:
             UsageError: the rows that there are were measured on another device.
         """
         from jetfire.measure.load import Load
-        from jetfire.measure.nvml import Nvml
         from jetfire.measure.peaks import cached
         from jetfire.measure.provenance import device_record
         from jetfire.report.text import NO_GPU
@@ -264,10 +263,9 @@ class Output:
         self._check_device(existing)
         if device.kind == "cpu":
             note(f"no GPU in use ({device.name}): {NO_GPU}")
-        monitor = Nvml.open(device.torch_device)
-        if device.kind == "cuda" and monitor is None:
+        self.load = Load(device)
+        if device.kind == "cuda" and self.load.monitor is None:
             note("NVML cannot be reached: clock, power and throttling are left out")
-        self.load = Load(device, monitor)
         self.peaks = peaks or cached(self.load, asked.remeasure_peaks)
         self.record = device_record(device, self.load.driver, self.peaks)
         self._by_key: dict[str, Row] = {}

@@ -74,11 +74,12 @@ class Load:
         driver: the GPU's; None where there is no monitor.
     """
 
-    def __init__(self, device: Device, monitor: Nvml | None) -> None:
-        self.device, self.monitor = device, monitor
+    def __init__(self, device: Device) -> None:
+        self.device, self.monitor = device, Nvml.open(device.torch_device)
         self._began, self._own = _seconds(), _own_seconds()
-        self.driver = monitor.driver() if monitor else None
-        self._before = _crowd(device, monitor)
+        self.driver = self.monitor.driver() if self.monitor else None
+        share = self.monitor.utilisation() if self.monitor else None
+        self._before = _crowd(device, share)
 
     @property
     def was_quiet(self) -> bool:
@@ -98,13 +99,15 @@ class Load:
         return f"other processes used {share:.0%} of the CPU" if share > BUSY else None
 
 
-def _crowd(device: Device, monitor: Nvml | None) -> str | None:
+def _crowd(device: Device, share: float | None) -> str | None:
     """Return one line on others' use of a device before this process uses it; None for little.
 
     A CPU's load is an average over a minute, to which this process or an earlier one contributes.
+
+    Args:
+        share: as `Nvml.utilisation` has it, of a GPU.
     """
     if device.kind == "cuda":
-        share = monitor.utilisation() if monitor else None
         return f"the GPU was {share:.0%} busy beforehand" if share and share > BUSY else None
     load = os.getloadavg()[0]
     return f"the load was {load:.1f} on {device.sms} cores" if load > device.sms / 2 else None

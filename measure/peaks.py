@@ -92,8 +92,9 @@ def _int8_tops(device: torch.device) -> tuple[float, str]:
 
 
 def measure(device: Device) -> Peaks:
-    """Measure copy bandwidth and matrix rates, and note how."""
-    where = device.torch_device
+    """Measure copy bandwidth and matrix rates; note how, and whether others used the device."""
+    # A watch of its own: whoever held the cache's lock may have kept the device busy till now.
+    load, where = Load(device), device.torch_device
     if device.kind == "cpu":
         nbytes, size, product = 1 << 28, 1024, "bf16_matmul"
     else:
@@ -113,6 +114,8 @@ def measure(device: Device) -> Peaks:
     }
     if device.kind == "cuda":
         torch.cuda.empty_cache()
+    if busy := load.text():
+        found["busy"] = busy
     return found
 
 
@@ -136,11 +139,7 @@ def cached(watch: Load, remeasure: bool = False) -> Peaks:
             known, kept = _read(file), file.is_file() or not file.exists()
         found = known.get(key)
         if found is None or remeasure or ("busy" in found and watch.was_quiet):
-            # The lock's holder may have kept the device busy till now.
-            load = Load(watch.device, watch.monitor)
             found = known[key] = measure(watch.device)
-            if busy := load.text():
-                found["busy"] = busy
             if kept:
                 with suppress(OSError, Unwritable):
                     write(file, json.dumps(known, indent=1) + "\n", alone=True)

@@ -21,7 +21,6 @@ from jetfire.core.launch import choose
 from jetfire.core.op import Op
 from jetfire.core.terminal import note
 from jetfire.measure.load import Load
-from jetfire.measure.nvml import Nvml
 from jetfire.measure.peaks import cached
 from jetfire.measure.plan import Case
 from jetfire.measure.runner import Options, Runner
@@ -102,7 +101,7 @@ class Measured:
     def __init__(self, device: Device, seed: int, debug: bool) -> None:
         self.device, self.source = device, f"measured on {device.name}"
         self.options = Options(peers=(BF16, *FP8), rounds=_ROUNDS, seed=seed, debug=debug)
-        load = Load(device, Nvml.open(device.torch_device))
+        load = Load(device)
         self.runner = Runner(device, cached(load), self.options, note, load.monitor)
         self._known: dict[tuple[str, Any], Time | None] = {}
 

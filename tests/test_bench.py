@@ -164,7 +164,8 @@ def test_a_wrong_kernel_exits_3(with_kernels, monkeypatch, capsys):
 
 
 def test_what_reads_a_gpu_is_opened_once_and_reaches_the_measuring(monkeypatch):
-    monitor, opened, found = SimpleNamespace(driver=lambda: "1"), [], []
+    monitor = SimpleNamespace(driver=lambda: "1", utilisation=lambda: None)
+    opened, found = [], []
 
     def measure(self, case, options):
         found.append(self.monitor)

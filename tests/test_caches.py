@@ -39,7 +39,7 @@ def test_one_variable_moves_all_of_ours(tmp_path, monkeypatch):
     assert prepared.cache() == tmp_path / "ours" / "data"
     assert compiler.cache_folder() == tmp_path / "ours" / "cubin"
     monkeypatch.setattr(peaks, "measure", lambda _: {"copy_gbps": 1.0})
-    peaks.cached(Load(Device("cpu"), None))
+    peaks.cached(Load(Device("cpu")))
     assert (tmp_path / "ours" / "peaks.json").exists()
 
 

@@ -57,7 +57,7 @@ def machine(monkeypatch):
     ],
 )
 def test_a_cpu_is_busy_by_what_others_do_with_it(own, others, text, machine):
-    watch = Load(CPU, None)
+    watch = Load(CPU)
     machine.own += own
     machine.worked += own + others
     machine.passed += 40.0  # 10 s on 4 cores
@@ -68,10 +68,10 @@ def test_a_load_average_stands_in_where_there_are_no_clocks(machine, monkeypatch
     monkeypatch.setattr(load, "_seconds", lambda: None)
     for average, text in ((2.0, None), (2.1, "the load was 2.1 on 4 cores")):
         machine.average = average
-        assert Load(CPU, None).text() == text
-        assert Load(CPU, None).was_quiet == (text is None)
+        assert Load(CPU).text() == text
+        assert Load(CPU).was_quiet == (text is None)
     monkeypatch.setattr(load, "_seconds", lambda: (0.0, 0.0))  # a sandbox that hides them
-    assert Load(CPU, None).text() == "the load was 2.1 on 4 cores"
+    assert Load(CPU).text() == "the load was 2.1 on 4 cores"
 
 
 def test_clocks_are_read_of_the_cores_that_are_ours(monkeypatch, tmp_path):
@@ -120,16 +120,18 @@ def test_own_work_counts_descendants_that_live():
     ("share", "text"),
     [(0.0, None), (0.1, None), (0.55, "the GPU was 55% busy beforehand"), (None, None)],
 )
-def test_a_gpu_is_busy_by_what_ran_beforehand(share, text):
+def test_a_gpu_is_busy_by_what_ran_beforehand(share, text, monkeypatch):
     monitor = SimpleNamespace(driver=str, utilisation=lambda: share)
-    watch = Load(GPU, monitor)
+    monkeypatch.setattr(load.Nvml, "open", lambda _: monitor)
+    watch = Load(GPU)
     monitor.utilisation = lambda: 1.0
     assert watch.text() == text  # not by what this process does with it
 
 
-def test_a_gpu_without_nvml_is_taken_for_quiet():
-    assert Load(GPU, None).text() is None
-    assert Load(GPU, None).was_quiet
+def test_a_gpu_without_nvml_is_taken_for_quiet(monkeypatch):
+    monkeypatch.setattr(load.Nvml, "open", lambda _: None)
+    assert Load(GPU).text() is None
+    assert Load(GPU).was_quiet
 
 
 def test_nothing_is_doubtful_of_quiet_rows():

@@ -69,6 +69,7 @@ def test_a_cpu_has_all_three_and_says_how(monkeypatch):
     monkeypatch.setattr(peaks, "_copy_gbps", measured("copy", (8.0, "a copy")))
     monkeypatch.setattr(peaks, "_cpu_int8_tops", measured("int8", (0.2, "a product")))
     monkeypatch.setattr(peaks, "_product_tflops", measured("bf16", 0.3))
+    monkeypatch.setattr(load.Load, "text", lambda _: None)
     assert peaks.measure(CPU) == {
         "copy_gbps": 8.0,
         "int8_tops": 0.2,
@@ -106,26 +107,23 @@ def cache(tmp_path, monkeypatch):
     """The cache's file; what measures gives 1, 2, 3, … GB/s and is quiet."""
     made = {"count": 0, "busy": None, "quiet": True, "driver": None}
 
-    def measure(_):
+    def copied(*_):
         made["count"] += 1
-        rates = dict.fromkeys(("copy_gbps", "int8_tops", "bf16_tflops"), float(made["count"]))
-        return {**rates, "how": {"copy_gbps": "by counting"}}
+        return float(made["count"]), "by counting"
 
     monkeypatch.setenv("JETFIRE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(peaks, "measure", measure)
+    monkeypatch.setattr(peaks, "_copy_gbps", copied)
+    monkeypatch.setattr(peaks, "_cpu_int8_tops", lambda _: (1.0, "by nothing"))
+    monkeypatch.setattr(peaks, "_product_tflops", lambda *_: 1.0)
     monkeypatch.setattr(load.Load, "text", lambda _: made["busy"])
     monkeypatch.setattr(load.Load, "was_quiet", property(lambda _: made["quiet"]))
-    nvml = SimpleNamespace(driver=lambda: made["driver"])
+    nvml = SimpleNamespace(driver=lambda: made["driver"], utilisation=lambda: None)
     monkeypatch.setattr(load.Nvml, "open", lambda _: nvml)
     return tmp_path / "cache" / "peaks.json", made
 
 
-def watched():
-    return load.Load(CPU, load.Nvml.open(CPU))
-
-
 def gbps(**more) -> float:
-    return peaks.cached(watched(), **more)["copy_gbps"]
+    return peaks.cached(load.Load(CPU), **more)["copy_gbps"]
 
 
 def test_peaks_are_measured_once_for_all_that_they_depend_on(cache, monkeypatch):
@@ -148,11 +146,11 @@ def test_peaks_are_measured_once_for_all_that_they_depend_on(cache, monkeypatch)
 def test_what_was_measured_on_a_busy_machine_says_so_and_is_measured_again(cache):
     file, made = cache
     made.update(busy="others did", quiet=False)
-    assert peaks.cached(watched())["busy"] == "others did"
-    assert peaks.cached(watched())["busy"] == "others did"  # it would be no better now
+    assert peaks.cached(load.Load(CPU))["busy"] == "others did"
+    assert peaks.cached(load.Load(CPU))["busy"] == "others did"  # it would be no better now
     assert made["count"] == 1
     made.update(busy=None, quiet=True)
-    assert "busy" not in peaks.cached(watched())
+    assert "busy" not in peaks.cached(load.Load(CPU))
     made.update(busy="others did")
     assert gbps() == 2
     assert "busy" not in next(iter(json.loads(file.read_text()).values()))

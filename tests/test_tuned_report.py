@@ -13,6 +13,7 @@ from jetfire.core.profiles import Entry
 from jetfire.measure.results import Results
 from jetfire.report import documents, tuned
 from jetfire.report.documents import BEGIN, END
+from jetfire.tuner import unseen
 
 H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132, 227 << 10, 50 << 20)
 RECORD = {"name": "NVIDIA H200", "kind": "cuda"}
@@ -193,6 +194,14 @@ def test_a_new_profile_or_lookup_makes_all_of_it_stale(place):
     write_lookups(place.with_name("h200-lookups.json"))
     assert made(place) == everything
     assert made(place, check=True) == set()
+
+
+def test_what_the_tuner_writes_is_what_is_read(tmp_path):
+    file = write_lookups(tmp_path / "lookups.json")
+    known = tuned.lookups(file, RECORD)
+    write(file, unseen.render(LOOKUPS, RECORD, 0))
+    assert tuned.lookups(file, RECORD) == known
+    assert json.loads(file.read_text())["seed"] == 0
 
 
 def test_another_device_has_none_of_it(place):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetfire.core.errors import UsageError
+from jetfire.core.files import write
 from jetfire.tests.test_tuner import small_recording, tune
 from jetfire.tests.test_tuner_hostile import damaged, errors_kept, few, mutated
 from jetfire.tuner import caches
@@ -115,7 +116,7 @@ def test_t4_is_a_recording(tmp_path):
 @pytest.mark.parametrize("name", ["r.t4.json", "r.t4.json.gz"])
 def test_a_recording_of_ours_as_t4(tmp_path, name):
     ours, file = small_recording(), tmp_path / name
-    ours.save(file)
+    write(file, ours.render(file))
     text = file.read_bytes()
     content = json.loads(gzip.decompress(text) if name.endswith(".gz") else text)
     assert content["schema_version"] == "1.0.0"

@@ -140,28 +140,36 @@ def _judge(session: Session) -> None:
 
 
 def _write_files(asked: TuneOptions, session: Session) -> None:
+    """Write the files that were asked for; of lookups, say how near they are first."""
     first = session.searches[0]
     device = first.study.optuna.user_attrs["device"]
+    made: dict[Path, bytes | str] = {}
     if asked.unseen:
         rows = unseen.rows(session.tuned)
         said = unseen.conclusion(rows)
         say = print if asked.format == "table" else terminal.progress  # stdout has the searches
         terminal.result({"lookups": rows, "conclusion": said}, lambda: say(said))
         if asked.output is not None:
-            unseen.save(rows, device, asked.seed, asked.output)
+            made[asked.output] = unseen.render(rows, device, asked.seed)
     if asked.record is not None:
         target, space = first.target, first.target.space
-        trials = dict(first.trials)
-        made = Recording(
-            target.kernel, target.case.problem, device, space.fields, space.base, trials
+        recording = Recording(
+            target.kernel,
+            target.case.problem,
+            device,
+            space.fields,
+            space.base,
+            dict(first.trials),
         )
-        made.save(asked.record)
+        made[asked.record] = recording.render(asked.record)
     if asked.report is not None:
         from jetfire.report import tuning
         from jetfire.tuner.digest import Digest
 
         digests = [Digest.of(one.study.optuna) for one in session.searches]
-        write(asked.report, tuning.render(digests))
+        made[asked.report] = tuning.render(digests)
+    for file, content in made.items():
+        write(file, content)
 
 
 def replay(
@@ -180,7 +188,7 @@ def replay(
     """
     recording = Recording.load(file)
     if record is not None:
-        recording.save(record)
+        write(record, recording.render(record))
     legal = len(recording.space().pool)
     usual = min(math.ceil(0.15 * legal), EFFORTS["full"].trials)
     found = replayed(recording, strategy, trials or usual, seed)

@@ -18,7 +18,7 @@ from pydantic import FailFast, Field
 from jetfire.core import files, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.errors import UsageError, unknown
-from jetfire.core.files import Unreadable, write
+from jetfire.core.files import Unreadable
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.schema import Count, Fields, Measured, Name, NotNegative, Plain, Scalars, most
 from jetfire.measure.timer import Timing
@@ -74,16 +74,17 @@ class Recording:
         """The least time of all."""
         return min(m.ms for m in self.trials.values() if m.outcome == "ok" and m.ms is not None)
 
-    def save(self, file: Path) -> None:
-        """Write it, gzipped where the name ends in .gz, and as T4 where .t4.json is before that.
+    def render(self, file: Path) -> bytes | str:
+        """Return what a file of this name is to hold.
+
+        It is gzipped where the name ends in .gz, and T4 where .t4.json is before that.
 
         Raises:
-            UsageError: it cannot be written, or is of another's kernel and not to be T4.
+            UsageError: it is of another's kernel and not to be T4.
         """
         content = self._t4() if file.name.removesuffix(".gz").endswith(T4) else self._own(file)
         text = json.dumps(content, separators=(",", ":"))
-        packed = file.suffix == ".gz"
-        write(file, gzip.compress(text.encode(), mtime=0) if packed else text)
+        return gzip.compress(text.encode(), mtime=0) if file.suffix == ".gz" else text
 
     def _t4(self) -> dict[str, Any]:
         kernel = f"{self.kernel.op}/{self.kernel.name}"

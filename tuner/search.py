@@ -161,6 +161,23 @@ class Final:
     failed: Mapping[Config, str]
     digest: str | None = None
 
+    @classmethod
+    def chosen(
+        cls, config: Config, compared: Comparison, default: Config, before: Config, kept: bool
+    ) -> Final:
+        """Return the decision for one of the configs that were compared."""
+        timings = compared.configs
+        return cls(
+            config,
+            timings[config],
+            timings.get(default),
+            timings.get(before),
+            kept,
+            compared.peers,
+            compared.failed,
+            compared.digests.get(config),
+        )
+
     @property
     def vs_peer(self) -> dict[str, float]:
         """Peer time over the winner's: above 1 is faster."""
@@ -298,16 +315,7 @@ def decide(
     held = timings.get(incumbent)
     better = [c for c in ranked if held is None or beats(timings[c], held, objective)]
     winner = next(iter(better), incumbent)
-    return Final(
-        winner,
-        timings[winner],
-        timings.get(default),
-        timings.get(before),
-        not better,
-        compared.peers,
-        compared.failed,
-        compared.digests.get(winner),
-    )
+    return Final.chosen(winner, compared, default, before, not better)
 
 
 def compare(

@@ -19,7 +19,6 @@ from jetfire.core.profiles import Entry, Found
 from jetfire.measure import peaks, provenance
 from jetfire.measure.load import Load
 from jetfire.measure.ncu import Ncu, ProfilingError
-from jetfire.measure.nvml import Nvml
 from jetfire.measure.timer import noise
 from jetfire.report.text import plural
 from jetfire.tuner.device import DeviceRunner
@@ -101,12 +100,12 @@ class Session:
         self._started = False
         self.end = self.runner.now() + asked.budget_s
         self.final_s = FINAL_S
-        monitor = Nvml.open(self.device.torch_device)
+        load = Load(self.device)
+        monitor = load.monitor
         if self.objective != "time" and (monitor is None or monitor.joules() is None):
             raise UsageError(
                 f"--objective {self.objective}: {self.device.label} has no energy counter to read"
             )
-        load = Load(self.device, monitor)
         self.driver, self.peaks = load.driver, peaks.cached(load)
 
     def run(self, profiler: Ncu | None) -> None:
@@ -388,16 +387,7 @@ class Session:
             f"{max(ratios) - 1:.1%} at worst"
         )
         return [
-            Final(
-                config,
-                on_one.configs[config],
-                on_one.configs.get(one.target.space.base),
-                on_one.configs.get(one.found.config),
-                False,
-                on_one.peers,
-                on_one.failed,
-                on_one.digests.get(config),
-            )
+            Final.chosen(config, on_one, one.target.space.base, one.found.config, False)
             for one, on_one in zip(searches, compared, strict=True)
         ]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 
-from jetfire.core import files, profiles, registry
+from jetfire.core import profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError
 from jetfire.core.op import Op
@@ -103,14 +102,8 @@ def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def save(
-    found: Sequence[Mapping[str, Any]], device: Mapping[str, Any], seed: int, file: Path
-) -> None:
-    """Write the rows to a file.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+def render(found: Sequence[Mapping[str, Any]], device: Mapping[str, Any], seed: int) -> str:
+    """Return a lookups file of the rows, as JSON with a line for each."""
     lines = ",\n".join(json.dumps(row) for row in found)
     head = json.dumps({"schema": LOOKUPS_SCHEMA, "device": dict(device), "seed": seed})[:-1]
-    files.write(file, f'{head},\n"rows": [\n{lines}\n]}}\n')
+    return f'{head},\n"rows": [\n{lines}\n]}}\n'
