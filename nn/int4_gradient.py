@@ -17,7 +17,7 @@ from jetfire.core.kept_rows import MOST_K, Keep, Parts, SampledRows, capacity
 from jetfire.core.problem import Block, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4, blocks_of
 from jetfire.nn.products import FLOATS, quantised_gradient
-from jetfire.nn.recipes import GRADIENT_BLOCK, Gradient
+from jetfire.nn.recipes import GRADIENT_BLOCK, Gradient, parts_and_rows
 from jetfire.ops import (
     int4_bit_split,
     int4_bit_split_codes,
@@ -34,13 +34,8 @@ Tensor = torch.Tensor
 KEYS = 3
 
 
-def kept(gradient: str) -> tuple[Parts, Keep]:
-    """Return how many parts a split gradient has, and which of their rows are kept."""
-    return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
-
-
 def _most_tokens(gradient: str) -> int:
-    parts, keep = kept(gradient)
+    parts, keep = parts_and_rows(gradient)
     room = MOST_K["wgrad"]
     return bisect_right(range(room + 1), room, key=lambda m: capacity(m, parts, "wgrad", keep)) - 1
 
@@ -96,7 +91,7 @@ class Split(NamedTuple):
     @classmethod
     def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> Split:
         """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
-        parts, keep = kept(how)
+        parts, keep = parts_and_rows(how)
         bits: Literal[8, 4] = 8 if parts == 2 else 4
         if isinstance(gradient, Quantized):
             codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])

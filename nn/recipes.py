@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 
 from jetfire.core.arguments import shown
 from jetfire.core.errors import UsageError, unknown
-from jetfire.core.kept_rows import MOST_K
+from jetfire.core.kept_rows import MOST_K, Keep, Parts
 from jetfire.core.problem import Block, Group
 
 Gradient = Literal["sampled", "split", "int8", "nearest"]
@@ -45,6 +45,11 @@ def checked_kept(kept: int, fallback: float | None = None) -> Kept:
     if kept == 4 and fallback is not None:
         raise UsageError(f"kept=4 with fallback{shown(fallback)}: expected one of them")
     return cast(Kept, kept)
+
+
+def parts_and_rows(gradient: str) -> tuple[Parts, Keep]:
+    """Return how many parts a split gradient has, and which of their rows are kept."""
+    return 1 if gradient == "nearest" else 2, "half" if gradient == "sampled" else "all"
 
 
 @dataclass(frozen=True)

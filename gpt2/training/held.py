@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from jetfire.core.kept_rows import capacity
 from jetfire.gpt2.model.shape import Shape
-from jetfire.nn.int4_gradient import kept
-from jetfire.nn.recipes import GRADIENT_BLOCK, Int4, Recipe
+from jetfire.nn.recipes import GRADIENT_BLOCK, Int4, Recipe, parts_and_rows
 from jetfire.nn.sizes import head_parts
 
 
@@ -174,7 +173,7 @@ def int4_bytes(tokens: int, how: Int4) -> Int4Bytes:
     """Return what layers hold of a number when they multiply so many tokens."""
     if how.gradient == "int8":
         return Int4Bytes(0.5, 2 * code_bytes(GRADIENT_BLOCK), 0.0, 0.0, 1.0, 0.0)
-    split, keep = kept(how.gradient)
+    split, keep = parts_and_rows(how.gradient)
     for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
     return Int4Bytes(0.5, split / 2, split / 2, 2 * for_x, for_w, for_w)
 
