@@ -140,17 +140,22 @@ def _judge(session: Session) -> None:
 
 
 def _write_files(asked: TuneOptions, session: Session) -> None:
-    """Write the files that were asked for; of lookups, say how near they are first."""
+    """Write the files that were asked for, each before the next is made."""
+    for file, content in _contents(asked, session):
+        write(file, content)
+
+
+def _contents(asked: TuneOptions, session: Session) -> Iterator[tuple[Path, bytes | str]]:
+    """Make each file's content; of lookups, say how near they are first."""
     first = session.searches[0]
     device = first.study.optuna.user_attrs["device"]
-    made: dict[Path, bytes | str] = {}
     if asked.unseen:
         rows = unseen.rows(session.tuned)
         said = unseen.conclusion(rows)
         say = print if asked.format == "table" else terminal.progress  # stdout has the searches
         terminal.result({"lookups": rows, "conclusion": said}, lambda: say(said))
         if asked.output is not None:
-            made[asked.output] = unseen.render(rows, device, asked.seed)
+            yield asked.output, unseen.render(rows, device, asked.seed)
     if asked.record is not None:
         target, space = first.target, first.target.space
         recording = Recording(
@@ -161,15 +166,13 @@ def _write_files(asked: TuneOptions, session: Session) -> None:
             space.base,
             dict(first.trials),
         )
-        made[asked.record] = recording.render(asked.record)
+        yield asked.record, recording.render(asked.record)
     if asked.report is not None:
         from jetfire.report import tuning
         from jetfire.tuner.digest import Digest
 
         digests = [Digest.of(one.study.optuna) for one in session.searches]
-        made[asked.report] = tuning.render(digests)
-    for file, content in made.items():
-        write(file, content)
+        yield asked.report, tuning.render(digests)
 
 
 def replay(
