@@ -550,7 +550,7 @@ def test_nothing_legal_is_nearer(tuned, wanted):
         for problem, tile in tuned
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "_tuned", lambda *_: every)
+        patch.setattr(profiles, "_tuned", lambda *_: profiles._Known.of(every))
         found = find(GEMM, kernel, wanted, H200)
 
     def distance(problem):
