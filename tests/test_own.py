@@ -568,8 +568,9 @@ def test_an_op_without_eager_is_timed_beside_a_copy(here, aside):
 def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monkeypatch, tmp_path):
     """Within 3%, by triton.testing.do_bench, which finds the L2 cache cold at each call, too.
 
-    Of the script the mean counts of a run before and one after: at the power cap a product took
-    1.67 ms here after 1.74 there.
+    A product of 8192 comes to the power cap, but not within the bench's 0.1 s: 1.64 ms, where the
+    script, which runs for a second and more, has 1.80. So the bench samples as long here. Of the
+    script the mean counts of a run before and one after.
     """
     folder = Path(__file__).parent / "data" / "foreign"
     script = [sys.executable, "-c", f"import {name}; print({name}.milliseconds({m}, {n}))"]
@@ -579,7 +580,18 @@ def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monke
         return float(done.stdout)
 
     monkeypatch.setenv("JETFIRE_LOAD", str(folder / f"foreign_{name}.py"))
-    words = ["bench", f"foreign_{name}", "--m", str(m), "--n", str(n), "--peer", "none"]
+    words = [
+        "bench",
+        f"foreign_{name}",
+        "--m",
+        str(m),
+        "--n",
+        str(n),
+        "--peer",
+        "none",
+        "--rounds",
+        "600",
+    ]
     file = tmp_path / "bench.json"
     before = told()
     aside(*words, "-o", str(file))
