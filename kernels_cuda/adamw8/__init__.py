@@ -76,7 +76,8 @@ class Adamw8Cluster(TilesKernel):
         return 64 if config.rows == 4 else 128
 
     def shared_bytes(self, problem: Any, config: ClusterConfig) -> int:
-        return 0
+        slice_rows, element = config.warps * config.rows, ELEMENTS[problem.dtype]
+        return slice_rows * TILE * 2 * (element + 1) + 4 * TILE // config.rows + 16
 
     def legal(self, problem: Any, config: ClusterConfig, device: Device) -> str | None:
         reason = (
@@ -132,12 +133,14 @@ class Adamw8Cluster(TilesKernel):
             "CLUSTER": problem.block // (config.warps * config.rows),
             "ELEMENT": ELEMENTS[problem.dtype],
             "GUARDED": problem.guarded,
-            "VECTORS": access.q == 4,
+            "TMA": access.tma,
+            "SHARED_BYTES": self.shared_bytes(problem, config),
+            "EVEN": problem.m % problem.block == problem.n % TILE == 0,
             "QT_ACCESS": access.qt,
             "WRITES_Q": codes and problem.layout != "qt",
             "WRITES_QT": codes and problem.layout != "q",
         }
-        return Program(SOURCE, header(constants), 0, config.warps)
+        return Program(SOURCE, header(constants), constants["SHARED_BYTES"], config.warps)
 
     def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:
         state = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")

@@ -1,27 +1,32 @@
-// AdamW with INT8 moments, and the new weight's codes, in one pass: a cluster has a row of tiles of
-// 128 columns as high as the codes' blocks, its blocks of the grid a slice of rows each.
+// AdamW with INT8 moments, and the new weight's codes, in one pass: a cluster has a tile of 128
+// columns that is as high as the codes' blocks, and each of its blocks of the grid a slice of it.
 //
-// A thread keeps its new weights in registers until the largest of their block is known: each warp
-// writes what its rows have of it to the shared memory of every block of the cluster.
+// TMA brings a slice to shared memory, so that what is on its way takes no registers. A thread keeps
+// its new weights until the largest of their block is known: each warp sends what its rows have of
+// it to every block of the cluster.
 #include "codes.cuh"
 #include "config.cuh"
 
 constexpr int GROUP = 128;  // numbers of a row that share a scale of the moments; a tile's columns
-constexpr int EACH = GROUP / 32;  // columns of a lane
-constexpr int PAIR = 2;           // rows whose groups have their scales made at once
-constexpr int THREADS = 32 * WARPS, SLICE = WARPS * ROWS;
+constexpr int EACH = GROUP / 32;    // columns of a lane
+constexpr int PAIR = 2;             // rows whose groups have their scales made at once
+constexpr int LINE = 128;           // bytes of a row of a box
+constexpr int BOX = LINE / ELEMENT; // columns of a box of weights
+constexpr int SLICE = WARPS * ROWS, THREADS = 32 * WARPS;
 constexpr int ACROSS = GROUP / BLOCK;   // blocks of a tile
 constexpr int SHARING = BLOCK / EACH;   // lanes that have a block's columns
 constexpr int PARTS = CLUSTER * WARPS;  // warps that have a block's rows
 constexpr bool WRITES_CODES = WRITES_Q || WRITES_QT;
 constexpr uint32_t SIGN = 1u << 31;
-static_assert(!WRITES_CODES || CLUSTER * SLICE == BLOCK, "a tile is as high as a block");
+static_assert(CLUSTER * SLICE == BLOCK, "a tile is as high as a block");
 
 struct Arguments {
-  uint8_t* param;  // fp32 or bf16, as is grad
+  TensorMap maps[2];        // of the param and its gradient, in boxes of a slice's rows; if TMA
+  TensorMap codes_maps[2];  // of both moments' codes
+  uint8_t* param;           // fp32 or bf16, as is grad
   const uint8_t* grad;
-  uint8_t* codes[2];  // of both moments
-  float* scales[2];   // of their groups
+  uint8_t* codes[2];
+  float* scales[2];  // of their groups
   uint8_t* q;
   float* scale;
   uint8_t* qt;
@@ -31,140 +36,136 @@ struct Arguments {
   const float* grad_scale;
   const float* found_inf;
   const uint64_t* seed;
-  int64_t pitch;        // of grad, in elements
+  int64_t pitch;  // of grad, in elements
   float beta[2];
-  float share[2];       // 1 − beta
+  float share[2];  // 1 − beta
   float log_beta[2];
   float eps, decay;
   int32_t m, n;
 };
 
+using Columns = uint32_t[SLICE / TALL][GROUP + EACH];  // codes of four rows; padded against conflicts
+
 struct Shared {
+  uint8_t weights[2][ELEMENT * SLICE * GROUP];  // param and grad; then Columns
+  uint8_t codes[2][SLICE * GROUP];
   uint32_t most[ACROSS][PARTS];  // the bits of the largest of a block that each warp has
-  uint32_t columns[SLICE / TALL][GROUP + EACH];  // codes of four rows; padded against conflicts
+  uint64_t arrived, known;       // barriers: the slice has come; `most` has
 };
+static_assert(sizeof(Shared) == SHARED_BYTES, "as the host counts them");
+static_assert(sizeof(Columns) <= sizeof(Shared::weights), "they lie where weights were");
 
-// --- clusters ------------------------------------------------------------------------------------
+extern __shared__ __align__(1024) uint8_t memory[];  // TMA's swizzle wants it
 
-// With nothing to be seen by others, before memory of blocks that may not have begun is written.
-DEVICE void begin_cluster() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+// --- places --------------------------------------------------------------------------------------
+
+// Where a lane's elements of its warp's first row lie among boxes of rows of LINE bytes, as TMA's
+// swizzle has them.
+template <int BYTES>
+DEVICE int place_in_boxes(int warp, int index) {
+  const int row = warp * ROWS, from = index * EACH * BYTES, unit = from % LINE / 16;
+  return from / LINE * (SLICE * LINE) + row * LINE + (unit ^ row % 8) * 16 + from % 16;
 }
-
-DEVICE void arrive_cluster() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-DEVICE void wait_cluster() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Write a word to where it lies in another block of the cluster.
-DEVICE void store_at(const uint32_t& to, uint32_t rank, uint32_t x) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.u32 [remote], %2;\n}"
-      ::"r"(shared_address(&to)), "r"(rank), "r"(x) : "memory");
-}
-
-// --- numbers of a thread -------------------------------------------------------------------------
-
-struct alignas(EACH * ELEMENT) Quad {
-  uint32_t words[ELEMENT];
-  DEVICE float at(int j) const {
-    if (ELEMENT == 4) return __uint_as_float(words[j]);
-    return __uint_as_float(j % 2 ? words[j / 2] & 0xFFFF0000u : words[j / 2] << 16);
-  }
-};
 
 // A lane has EACH columns of its warp's ROWS rows.
 struct Lane {
-  int index, warp, row, column, rank;
-  DEVICE explicit Lane(const Arguments& p) : index(threadIdx.x % 32), warp(threadIdx.x / 32) {
+  int index, warp, rank, row, column;
+  int weights_at, codes_at;  // where its first lie in shared memory
+  int64_t first;             // which of a matrix' elements that is, if it is contiguous
+  DEVICE explicit Lane(const Arguments& p)
+      : index(threadIdx.x % 32), warp(threadIdx.x / 32), rank(blockIdx.x % CLUSTER),
+        weights_at(place_in_boxes<ELEMENT>(warp, index)),
+        codes_at(place_in_boxes<1>(warp, index)) {
     const int across = ceil_div(p.n, GROUP), tile = blockIdx.x / CLUSTER;
-    rank = blockIdx.x % CLUSTER;
-    row = tile / across * (CLUSTER * SLICE) + rank * SLICE + warp * ROWS;
+    row = tile / across * BLOCK + rank * SLICE + warp * ROWS;
     column = tile % across * GROUP + index * EACH;
+    first = int64_t(row) * p.n + column;
+    asm volatile("" : "+r"(weights_at), "+r"(codes_at), "+l"(first));  // or each use makes them anew
+  }
+  // Where those of row k lie.
+  template <int BYTES>
+  DEVICE int place(int k) const {
+    return (BYTES == 1 ? codes_at : weights_at) ^ k * (LINE + 16);  // no bit changes twice
   }
   DEVICE bool inside(int k, int j, const Arguments& p) const {
-    return row + k < p.m && column + (VECTORS ? 0 : j) < p.n;
+    return EVEN || row + k < p.m && column + (TMA ? 0 : j) < p.n;
   }
-  // Of its 2·ROWS groups a lane makes the scale of one: of which moment, and of which row.
+  // Of its warp's 2·ROWS groups a lane makes the scale of one: of which moment and which row.
   DEVICE int moment() const { return index / ROWS % 2; }
   DEVICE int scale_row() const { return index % ROWS; }
+  DEVICE float* scale(const Arguments& p) const {
+    float* scales = moment() ? p.scales[1] : p.scales[0];
+    return scales + int64_t(row + scale_row()) * ceil_div(p.n, GROUP) + column / GROUP;
+  }
 };
 
-// EACH elements of row k; bytes of `other` beyond the matrix.
-template <class Word>
-DEVICE Word load(const uint8_t* from, int64_t at, int k, uint32_t other, const Lane& lane,
+// EACH elements of a row.
+template <int BYTES>
+struct alignas(EACH * BYTES) Quad {
+  uint32_t words[BYTES];
+  DEVICE float at(int j) const {
+    if (BYTES == 4) return __uint_as_float(words[j]);
+    return __uint_as_float(j % 2 ? words[j / 2] & 0xFFFF0000u : words[j / 2] << 16);
+  }
+};
+using Weights = Quad<ELEMENT>;
+using Codes = Quad<1>;
+
+// Store elements of row k, or those within the matrix.
+template <int BYTES>
+DEVICE void store(uint8_t* to, const Quad<BYTES>& x, int k, const Lane& lane, const Arguments& p) {
+  uint8_t* place = to + (lane.first + k * int64_t(p.n)) * BYTES;
+  if constexpr (TMA) {
+    if (lane.inside(k, 0, p)) *reinterpret_cast<Quad<BYTES>*>(place) = x;
+  } else {
+#pragma unroll
+    for (int i = 0; i < EACH * BYTES; ++i) {
+      if (lane.inside(k, i / BYTES, p)) place[i] = uint8_t(x.words[i / 4] >> i % 4 * 8);
+    }
+  }
+}
+
+// --- loading -------------------------------------------------------------------------------------
+
+// Have a slice come, zeros beyond the matrix. Thread 0 alone calls.
+DEVICE void fetch(Shared& shared, const Lane& lane, const Arguments& p) {
+  const uint32_t arrived = shared_address(&shared.arrived);
+  barrier_expect(arrived, sizeof(shared.weights) + sizeof(shared.codes));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    tma_load(shared_address(shared.codes[i]), p.codes_maps[i], lane.column, lane.row, arrived);
+#pragma unroll
+    for (int box = 0; box < GROUP / BOX; ++box) {
+      const uint32_t to = shared_address(shared.weights[i]) + box * SLICE * LINE;
+      tma_load(to, p.maps[i], lane.column + box * BOX, lane.row, arrived);
+    }
+  }
+}
+
+// Copy a lane's own elements from any address.
+template <int BYTES>
+DEVICE void copy(uint8_t* to, const uint8_t* from, int64_t pitch, const Lane& lane,
                  const Arguments& p) {
-  constexpr int BYTES = sizeof(Word) / EACH;
-  Word x;
-  uint32_t* words = reinterpret_cast<uint32_t*>(&x);
+#pragma unroll 1
+  for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
-  for (int i = 0; i < BYTES; ++i) words[i] = other;
-  if constexpr (VECTORS) {
-    if (lane.inside(k, 0, p)) x = *reinterpret_cast<const Word*>(from + at * BYTES);
-  } else {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      if (!lane.inside(k, j, p)) continue;
-      const uint8_t* place = from + (at + j) * BYTES;
-      if constexpr (BYTES == 4) words[j] = *reinterpret_cast<const uint32_t*>(place);
-      else if constexpr (BYTES == 2)
-        words[j / 2] = __byte_perm(words[j / 2], *reinterpret_cast<const uint16_t*>(place),
-                                   j % 2 ? 0x5410 : 0x3254);
-      else words[0] = __byte_perm(words[0], *place, 0x3210 & ~(15 << 4 * j) | 4 << 4 * j);
-    }
-  }
-  return x;
-}
-
-template <class Word>
-DEVICE void store(uint8_t* to, int64_t at, int k, const Word& x, const Lane& lane,
-                  const Arguments& p) {
-  constexpr int BYTES = sizeof(Word) / EACH;
-  if constexpr (VECTORS) {
-    if (lane.inside(k, 0, p)) *reinterpret_cast<Word*>(to + at * BYTES) = x;
-  } else {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(&x);
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      if (!lane.inside(k, j, p)) continue;
-      uint8_t* place = to + (at + j) * BYTES;
-      if constexpr (BYTES == 4) *reinterpret_cast<uint32_t*>(place) = words[j];
-      else if constexpr (BYTES == 2)
-        *reinterpret_cast<uint16_t*>(place) = uint16_t(words[j / 2] >> j % 2 * 16);
-      else *place = uint8_t(words[0] >> j * 8);
+    for (int i = 0; i < EACH * BYTES; ++i) {
+      const bool inside = lane.inside(k, i / BYTES, p);
+      to[lane.place<BYTES>(k) + i] = inside ? from[((lane.row + k) * pitch + lane.column) * BYTES + i] : 0;
     }
   }
 }
 
-struct Numbers {
-  Quad param[ROWS], grad[ROWS];
-  uint32_t codes[2][ROWS];
-  float scale;  // that of the lane's group
-
-  DEVICE Numbers(const Lane& lane, const Arguments& p) {
-    const int row = lane.row + lane.scale_row();
-    scale = row < p.m ? *scale_at(row, lane, p) : 0.0f;
-#pragma unroll
-    for (int k = 0; k < ROWS; ++k) {
-      const int64_t at = int64_t(lane.row + k) * p.n + lane.column;
-      param[k] = load<Quad>(p.param, at, k, 0, lane, p);
-      grad[k] = load<Quad>(p.grad, (lane.row + k) * p.pitch + lane.column, k, 0, lane, p);
-      codes[0][k] = load<uint32_t>(p.codes[0], at, k, 0, lane, p);
-      // A second moment's code of -127 stands for 0; there is none within.
-      codes[1][k] = load<uint32_t>(p.codes[1], at, k, 0x81818181u, lane, p);
-    }
+DEVICE void load(Shared& shared, const Lane& lane, const Arguments& p) {
+  if (TMA) {
+    if (threadIdx.x == 0) fetch(shared, lane, p);
+    return;
   }
-
-  static DEVICE float* scale_at(int row, const Lane& lane, const Arguments& p) {
-    float* scales = lane.moment() ? p.scales[1] : p.scales[0];
-    return scales + int64_t(row) * ceil_div(p.n, GROUP) + lane.column / GROUP;
-  }
-};
+  copy<ELEMENT>(shared.weights[0], p.param, p.n, lane, p);
+  copy<ELEMENT>(shared.weights[1], p.grad, p.pitch, lane, p);
+  copy<1>(shared.codes[0], p.codes[0], p.n, lane, p);
+  copy<1>(shared.codes[1], p.codes[1], p.n, lane, p);
+}
 
 // --- scalars -------------------------------------------------------------------------------------
 
@@ -220,136 +221,157 @@ DEVICE float root_of(float x) {
   return __fmaf_rn(__fmaf_rn(-first, first, x), 0.5f * y, first);
 }
 
-// The same of any x ≥ 0 but infinity.
+// The same of any x ≥ 0.
 DEVICE float root_of_any(float x) {
   const bool small = x < 0x1p-64f;
   const float root = root_of(small ? x * 0x1p96f : x);
   return small ? root * 0x1p-48f : root;
 }
 
-// The larger in the order of magnitudes, NaN above all.
-DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & ~SIGN; }
-
-// Codes as floats, less `zero`, of a word of four: 2^23 + 128 + the code, less that.
-DEVICE void unpack(float (&to)[EACH], uint32_t codes, float zero) {
-  codes ^= 0x80808080u;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const uint32_t bits = __byte_perm(codes, 0x4B000000u, 0x7650 | j);
-    to[j] = __uint_as_float(bits) - (0x1p23f + 128.0f + zero);
-  }
+// The same, and infinity of infinity. Without its minimum NaN comes of 0 and of infinity, and what
+// is no more than √x of either takes its place.
+DEVICE float full_root_of(float x) {
+  const bool small = x < 0x1p-64f;
+  const float wide = small ? x * 0x1p96f : x;
+  const float y = inverse_root(wide), first = __fmul_rn(wide, y);
+  const float root = __fmaf_rn(__fmaf_rn(-first, first, wide), 0.5f * y, first);
+  return fmaxf(small ? root * 0x1p-48f : root, x * 0x1p-126f);
 }
 
-// A row's new weights, over the old, and the roots of its moments whose codes are kept.
-DEVICE void update_row(float (&param)[EACH], float (&roots)[2][EACH], const Quad& grad,
-                       uint32_t m_codes, uint32_t v_codes, float m_scale, float v_half,
-                       const Scalars& scalars, const Arguments& p) {
-  float ys[EACH], zs[EACH];
-  unpack(ys, m_codes, 0.0f);
-  unpack(zs, v_codes, -127.0f);
+// Codes as floats, less `zero`: 2^23 + 128 + the code, less that.
+DEVICE void unpack(float (&to)[EACH], Codes codes, float zero) {
+  uint32_t exponent = 0x4B000000u;
+  asm("" : "+r"(exponent));  // or the selectors would be in registers, a copy for each use
 #pragma unroll
   for (int j = 0; j < EACH; ++j) {
-    const float y = __fmul_rn(ys[j], m_scale), z = __fmul_rn(zs[j], v_half);
-    const float g = GUARDED ? __fmul_rn(grad.at(j), scalars.inverse) : grad.at(j);
-    const float square = __fmul_rn(z, z);
-    const float m =
-        __fadd_rn(__fmul_rn(__fmul_rn(y, fabsf(y)), p.beta[0]), __fmul_rn(g, p.share[0]));
-    const float v = __fadd_rn(__fmul_rn(__fmul_rn(square, square), p.beta[1]),
-                              __fmul_rn(__fmul_rn(g, g), p.share[1]));
-    const float s = v < __int_as_float(0x7F800000) ? root_of_any(v) : v;
-    const float moved = __fmul_rn(scalars.size, m);
-    const float update = __fmul_rn(moved, reciprocal(__fmaf_rn(s, scalars.root, p.eps)));
-    const float fresh = __fsub_rn(__fmaf_rn(param[j], -scalars.shrink, param[j]), update);
-    param[j] = GUARDED && scalars.failed ? param[j] : fresh;
-    const uint32_t sign = __float_as_uint(m) & SIGN;
-    roots[0][j] = __uint_as_float(__float_as_uint(root_of_any(fabsf(m))) | sign);
-    roots[1][j] = root_of(s);
+    const uint32_t bits = __byte_perm(codes.words[0] ^ 0x80808080u, exponent, 0x7650 | j);
+    to[j] = __fsub_rn(__uint_as_float(bits), 0x1p23f + 128.0f + zero);
   }
-}
-
-// The largest magnitude of a row's group.
-DEVICE uint32_t group_most(const float (&roots)[EACH]) {
-  uint32_t most = 0;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) most = max(most, magnitude(roots[j]));
-  return __reduce_max_sync(ALL, most);
 }
 
 // Four codes, 0 where the multiplier is 0.
-DEVICE uint32_t first_codes(const float (&roots)[EACH], float multiplier) {
+DEVICE uint32_t codes_of(const float (&x)[EACH], float multiplier) {
   uint32_t codes[EACH];
 #pragma unroll
-  for (int j = 0; j < EACH; ++j) codes[j] = code_nearest(__fmul_rn(roots[j], multiplier));
+  for (int j = 0; j < EACH; ++j) codes[j] = code_nearest(__fmul_rn(x[j], multiplier));
   return multiplier != 0 ? pack(codes[0], codes[1], codes[2], codes[3]) : 0;
 }
 
-DEVICE uint32_t second_codes(const float (&roots)[EACH], float multiplier) {
+// Those of second moments' roots, whose codes count half scales from -127 on.
+DEVICE uint32_t second_codes_of(const float (&x)[EACH], float multiplier) {
   uint32_t codes[EACH];
 #pragma unroll
   for (int j = 0; j < EACH; ++j) {
-    const float units = __fmul_rn(roots[j], multiplier);
+    const float units = __fmul_rn(x[j], multiplier);
     codes[j] = code_nearest(fmaxf(__fmaf_rn(units, 2.0f, -127.0f), -126.0f));
   }
   return multiplier != 0 ? pack(codes[0], codes[1], codes[2], codes[3]) : 0;
 }
 
-// Make the step: `param` from the old weights to the new, and the moments' codes and scale anew.
-DEVICE void update(float (&param)[ROWS][EACH], Numbers& x, const Scalars& scalars, const Lane& lane,
-                   const Arguments& p) {
-  const float held = lane.moment() ? 0.5f * x.scale : x.scale;
+// A row's moments and the largest of its group, of the roots that their codes count.
+struct Roots {
+  float of[2][EACH];
+  uint32_t most[2];
+};
+
+// Make row k's new weights, and the roots of its moments, whose groups have the scales m_scale and
+// 2·v_half.
+DEVICE void update_row(float (&param)[EACH], Roots& roots, const Shared& shared, int k,
+                       float m_scale, float v_half, const Scalars& scalars, const Lane& lane,
+                       const Arguments& p) {
+  const int place = lane.place<ELEMENT>(k), codes_place = lane.place<1>(k);
+  const Weights old = *reinterpret_cast<const Weights*>(shared.weights[0] + place);
+  const Weights grad = *reinterpret_cast<const Weights*>(shared.weights[1] + place);
+  float ys[EACH], zs[EACH];
+  unpack(ys, *reinterpret_cast<const Codes*>(shared.codes[0] + codes_place), 0.0f);
+  unpack(zs, *reinterpret_cast<const Codes*>(shared.codes[1] + codes_place), -127.0f);
+  uint32_t most[2] = {};
 #pragma unroll
-  for (int k0 = 0; k0 < ROWS; k0 += PAIR) {
-    float roots[PAIR][2][EACH];
-    uint32_t most[PAIR][2];
+  for (int j = 0; j < EACH; ++j) {
+    const float y = __fmul_rn(ys[j], m_scale), z = __fmul_rn(zs[j], v_half);
+    const float g = GUARDED ? __fmul_rn(grad.at(j), scalars.inverse) : grad.at(j);
+    const float square = __fmul_rn(z, z), weight = old.at(j);
+    const float m =
+        __fadd_rn(__fmul_rn(__fmul_rn(y, fabsf(y)), p.beta[0]), __fmul_rn(g, p.share[0]));
+    float v = __fadd_rn(__fmul_rn(__fmul_rn(square, square), p.beta[1]),
+                        __fmul_rn(__fmul_rn(g, g), p.share[1]));
+    if (!lane.inside(k, j, p)) v = 0;  // where a code of 0 stands for no 0
+    const float s = full_root_of(v), moved = __fmul_rn(scalars.size, m);
+    const float update = __fmul_rn(moved, reciprocal(__fmaf_rn(s, scalars.root, p.eps)));
+    const float fresh = __fsub_rn(__fmaf_rn(weight, -scalars.shrink, weight), update);
+    param[j] = GUARDED && scalars.failed ? weight : fresh;
+    const uint32_t first = __float_as_uint(root_of_any(fabsf(m)));
+    roots.of[0][j] = __uint_as_float(first | __float_as_uint(m) & SIGN);
+    roots.of[1][j] = root_of(s);
+    most[0] = max(most[0], first);
+    most[1] = max(most[1], __float_as_uint(roots.of[1][j]));
+  }
 #pragma unroll
-    for (int i = 0; i < PAIR; ++i) {
-      const int k = k0 + i;
-      const float m_scale = __shfl_sync(ALL, held, k), v_half = __shfl_sync(ALL, held, ROWS + k);
-      update_row(param[k], roots[i], x.grad[k], x.codes[0][k], x.codes[1][k], m_scale, v_half,
-                 scalars, p);
-      most[i][0] = group_most(roots[i][0]);
-      most[i][1] = group_most(roots[i][1]);
-    }
-    const bool odd = lane.index % PAIR;
-    const uint32_t firsts = odd ? most[1][0] : most[0][0];
-    const uint32_t seconds = odd ? most[1][1] : most[0][1];
-    float scale, multiplier;
-    block_scale(lane.moment() ? seconds : firsts, scale, multiplier);
-    if (lane.scale_row() / PAIR == k0 / PAIR) x.scale = scale;
+  for (int i = 0; i < 2; ++i) roots.most[i] = __reduce_max_sync(ALL, most[i]);
+}
+
+// Round two rows to bf16, away from zero with the probability of what lies below, as the reference.
+DEVICE void narrow(float (&param)[ROWS][EACH], int k, uint64_t seed, const Lane& lane) {
+  // Two lanes share the eight numbers of a draw: each makes one row's, and they exchange halves.
+  const bool odd = lane.index % 2;
+  const Words mine = philox(seed, lane.column / 8, lane.row + k + odd);
+  uint32_t bits[PAIR][2];
 #pragma unroll
-    for (int i = 0; i < PAIR; ++i) {
-      const int k = k0 + i;
-      x.codes[0][k] = first_codes(roots[i][0], __shfl_sync(ALL, multiplier, k));
-      x.codes[1][k] = second_codes(roots[i][1], __shfl_sync(ALL, multiplier, ROWS + k));
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = __shfl_xor_sync(ALL, odd ? mine.w[i] : mine.w[2 + i], 1);
+    bits[0][i] = odd ? got : mine.w[i];
+    bits[1][i] = odd ? mine.w[2 + i] : got;
+  }
+#pragma unroll
+  for (int i = 0; i < PAIR; ++i) {
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      float& x = param[k + i][j];
+      const uint32_t drawn = j % 2 ? bits[i][j / 2] >> 16 : bits[i][j / 2] & 0xFFFFu;
+      const uint32_t top = __float_as_uint(x) + drawn & 0xFFFF0000u;
+      x = __uint_as_float(x == x ? top : 0x7FC00000u);
     }
   }
 }
 
-// Round to bf16, away from zero with the probability of what lies below, as the reference does.
-DEVICE void narrow(float (&param)[ROWS][EACH], uint64_t seed, const Lane& lane) {
-  const bool odd = lane.index % 2;
+DEVICE void store_weights(const float (&param)[EACH], int k, const Lane& lane, const Arguments& p) {
+  Weights fresh;
 #pragma unroll
-  for (int k = 0; k < ROWS; k += 2) {
-    // Two lanes share the eight numbers of a draw: each makes one row's, and they exchange halves.
-    const Words mine = philox(seed, lane.column / 8, lane.row + k + odd);
-    uint32_t bits[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t got = __shfl_xor_sync(ALL, odd ? mine.w[i] : mine.w[2 + i], 1);
-      bits[0][i] = odd ? got : mine.w[i];
-      bits[1][i] = odd ? mine.w[2 + i] : got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        float& x = param[k + i][j];
-        const uint32_t drawn = j % 2 ? bits[i][j / 2] >> 16 : bits[i][j / 2] & 0xFFFFu;
-        const uint32_t top = __float_as_uint(x) + drawn & 0xFFFF0000u;
-        x = __uint_as_float(x == x ? top : 0x7FC00000u);
-      }
-    }
+  for (int i = 0; i < ELEMENT; ++i) {
+    const uint32_t first = __float_as_uint(param[EACH / ELEMENT * i]);
+    const uint32_t last = __float_as_uint(param[EACH / ELEMENT * i + EACH / ELEMENT - 1]);
+    fresh.words[i] = ELEMENT == 4 ? first : __byte_perm(first, last, 0x7632);
   }
+  store(p.param, fresh, k, lane, p);
+}
+
+// Make the step of rows k and k + 1, whose old groups' scales lanes have; return the lane's new one
+// if that is of these rows.
+DEVICE float update(float (&param)[ROWS][EACH], const Shared& shared, int k, float held,
+                    const Scalars& scalars, const Lane& lane, const Arguments& p) {
+  Roots roots[PAIR];
+#pragma unroll
+  for (int i = 0; i < PAIR; ++i) {
+    const float m_scale = __shfl_sync(ALL, held, k + i);
+    const float v_half = __shfl_sync(ALL, held, ROWS + k + i);
+    update_row(param[k + i], roots[i], shared, k + i, m_scale, v_half, scalars, lane, p);
+  }
+  if (ELEMENT == 2) narrow(param, k, scalars.seed, lane);
+  const bool odd = lane.index % PAIR;
+  const uint32_t firsts = odd ? roots[1].most[0] : roots[0].most[0];
+  const uint32_t seconds = odd ? roots[1].most[1] : roots[0].most[1];
+  float scale, multiplier;
+  block_scale(lane.moment() ? seconds : firsts, scale, multiplier);
+#pragma unroll
+  for (int i = 0; i < PAIR; ++i) {
+    const float first = __shfl_sync(ALL, multiplier, k + i);
+    const float second = __shfl_sync(ALL, multiplier, ROWS + k + i);
+    if (GUARDED && scalars.failed) continue;
+    store_weights(param[k + i], k + i, lane, p);
+    store(p.codes[0], Codes{codes_of(roots[i].of[0], first)}, k + i, lane, p);
+    store(p.codes[1], Codes{second_codes_of(roots[i].of[1], second)}, k + i, lane, p);
+  }
+  return scale;
 }
 
 // --- the codes -----------------------------------------------------------------------------------
@@ -362,6 +384,16 @@ DEVICE uint32_t sharing_most(uint32_t most) {
   return most;
 }
 
+// Write a word to where it lies in another block of the cluster, whose barrier counts its bytes.
+DEVICE void send(const uint32_t& to, const uint64_t& barrier, uint32_t rank, uint32_t x) {
+  asm volatile(
+      "{\n.reg .b32 place, counted;\n"
+      "mapa.shared::cluster.u32 place, %0, %2;\n"
+      "mapa.shared::cluster.u32 counted, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [place], %3, [counted];\n}"
+      ::"r"(shared_address(&to)), "r"(shared_address(&barrier)), "r"(rank), "r"(x) : "memory");
+}
+
 // Give every block of the cluster what this warp has of the largest of blocks.
 DEVICE void give_most(Shared& shared, const float (&param)[ROWS][EACH], const Lane& lane,
                       const Arguments& p) {
@@ -370,44 +402,46 @@ DEVICE void give_most(Shared& shared, const float (&param)[ROWS][EACH], const La
   for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-      if (lane.inside(k, j, p)) most = max(most, magnitude(param[k][j]));
+      if (lane.inside(k, j, p)) most = max(most, __float_as_uint(param[k][j]) & ~SIGN);
     }
   }
   const int block = lane.index % ACROSS, to = lane.index / ACROSS;
   most = __shfl_sync(ALL, sharing_most(most), block * SHARING);
   if (to >= CLUSTER) return;
   uint32_t& place = shared.most[block][lane.rank * WARPS + lane.warp];
-  if (CLUSTER > 1) store_at(place, to, most);
+  if (CLUSTER > 1) send(place, shared.known, to, most);
   else place = most;
 }
 
 DEVICE void store_scale(float scale, const Lane& lane, const Arguments& p) {
-  if (lane.rank || lane.warp || lane.index % SHARING || lane.column >= p.n) return;
+  if (lane.rank || lane.warp || lane.index % SHARING || !lane.inside(0, 0, p)) return;
   const int64_t row = lane.row / BLOCK, column = lane.column / BLOCK;
   if (WRITES_Q) p.scale[row * ceil_div(p.n, BLOCK) + column] = scale;
   if (WRITES_QT) p.scale_t[column * ceil_div(p.m, BLOCK) + row] = scale;
 }
 
 // Columns' runs of sixteen codes, two neighbouring threads a sector.
-DEVICE void store_columns(const Shared& shared, const Lane& lane, const Arguments& p) {
+DEVICE void store_columns(const Columns& columns, const Lane& lane, const Arguments& p) {
   constexpr int RUN = 16;
   const int row0 = lane.row - lane.warp * ROWS, column0 = lane.column - lane.index * EACH;
 #pragma unroll
-  for (int i = threadIdx.x; i < GROUP * SLICE / RUN; i += THREADS) {
-    const int within = i / 2 % GROUP, run = i / (2 * GROUP) * 2 + i % 2;
+  for (int begin = 0; begin < GROUP * SLICE / RUN; begin += THREADS) {
+    const int i = begin + threadIdx.x, within = i / 2 % GROUP, run = i / (2 * GROUP) * 2 + i % 2;
     const int row = row0 + run * RUN, column = column0 + within;
-    if (column >= p.n) continue;
+    if (!EVEN && column >= p.n) continue;
     uint32_t words[RUN / TALL];
 #pragma unroll
-    for (int j = 0; j < RUN / TALL; ++j) words[j] = shared.columns[run * RUN / TALL + j][within];
+    for (int j = 0; j < RUN / TALL; ++j) words[j] = columns[run * RUN / TALL + j][within];
     uint8_t* to = p.qt + int64_t(column) * p.m + row;
-    if (QT_ACCESS == RUN) {
-      if (row < p.m) *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-      continue;
-    }
+    if constexpr (QT_ACCESS == RUN) {
+      if (EVEN || row < p.m) {
+        *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+      }
+    } else {
 #pragma unroll
-    for (int j = 0; j < RUN; ++j) {
-      if (row + j < p.m) to[j] = uint8_t(words[j / TALL] >> j % TALL * 8);
+      for (int j = 0; j < RUN; ++j) {
+        if (EVEN || row + j < p.m) to[j] = uint8_t(words[j / TALL] >> j % TALL * 8);
+      }
     }
   }
 }
@@ -418,69 +452,61 @@ DEVICE void quantise(Shared& shared, const float (&param)[ROWS][EACH], const Lan
   float scale, multiplier;
   block_scale(sharing_most(part), scale, multiplier);
   store_scale(scale, lane, p);
+  Columns& columns = *reinterpret_cast<Columns*>(shared.weights);
   uint32_t words[ROWS];
 #pragma unroll
   for (int k = 0; k < ROWS; ++k) {
-    words[k] = first_codes(param[k], multiplier);
-    const int64_t at = int64_t(lane.row + k) * p.n + lane.column;
-    if (WRITES_Q) store(p.q, at, k, words[k], lane, p);
+    words[k] = codes_of(param[k], multiplier);
+    if (WRITES_Q) store(p.q, Codes{words[k]}, k, lane, p);
   }
   if (!WRITES_QT) return;
 #pragma unroll
   for (int k = 0; k < ROWS; k += TALL) {
-    uint32_t columns[EACH];
-    transpose(columns, words[k], words[k + 1], words[k + 2], words[k + 3], false);
-    uint32_t* to = &shared.columns[(lane.warp * ROWS + k) / TALL][lane.index * EACH];
-    *reinterpret_cast<uint4*>(to) = {columns[0], columns[1], columns[2], columns[3]};
+    uint32_t turned[EACH];
+    transpose(turned, words[k], words[k + 1], words[k + 2], words[k + 3], false);
+    uint32_t* to = &columns[(lane.warp * ROWS + k) / TALL][lane.index * EACH];
+    *reinterpret_cast<uint4*>(to) = {turned[0], turned[1], turned[2], turned[3]};
   }
   __syncthreads();
-  store_columns(shared, lane, p);
+  store_columns(columns, lane, p);
 }
 
-DEVICE void store_step(const float (&param)[ROWS][EACH], const Numbers& x, const Lane& lane,
-                       const Arguments& p) {
-#pragma unroll
-  for (int k = 0; k < ROWS; ++k) {
-    const int64_t at = int64_t(lane.row + k) * p.n + lane.column;
-    Quad fresh;
-#pragma unroll
-    for (int i = 0; i < ELEMENT; ++i) {
-      fresh.words[i] = ELEMENT == 4 ? __float_as_uint(param[k][i])
-                                    : __byte_perm(__float_as_uint(param[k][2 * i]),
-                                                  __float_as_uint(param[k][2 * i + 1]), 0x7632);
-    }
-    store(p.param, at, k, fresh, lane, p);
-    store(p.codes[0], at, k, x.codes[0][k], lane, p);
-    store(p.codes[1], at, k, x.codes[1][k], lane, p);
+// --- all of it -----------------------------------------------------------------------------------
+
+// Have barriers ready, and with the cluster's others say so without waiting.
+DEVICE void begin(Shared& shared) {
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&shared.arrived), 1);
+    barrier_init(shared_address(&shared.known), 1);
+    fence_barrier_init();
+    if (CLUSTER > 1) barrier_expect(shared_address(&shared.known), sizeof(shared.most));
   }
-  const int row = lane.row + lane.scale_row();
-  if (lane.index < 2 * ROWS && row < p.m) *Numbers::scale_at(row, lane, p) = x.scale;
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
     cluster(const __grid_constant__ Arguments p) {
-  __shared__ __align__(16) Shared shared;
-  if (WRITES_CODES) begin_cluster();
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Lane lane(p);
-  Numbers x(lane, p);
-  const Scalars scalars(p);  // while numbers are on their way
-  float param[ROWS][EACH];
+  begin(shared);
+  load(shared, lane, p);
+  const bool within = EVEN || lane.row + lane.scale_row() < p.m;
+  const float scale = within ? *lane.scale(p) : 0.0f, held = lane.moment() ? 0.5f * scale : scale;
+  const Scalars scalars(p);  // while the slice is on its way
+  __syncthreads();           // until the barriers are there
+  if (TMA) barrier_wait(shared_address(&shared.arrived), 0);
+  float param[ROWS][EACH], fresh = 0;
 #pragma unroll
-  for (int k = 0; k < ROWS; ++k) {
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) param[k][j] = x.param[k].at(j);
+  for (int k = 0; k < ROWS; k += PAIR) {
+    const float found = update(param, shared, k, held, scalars, lane, p);
+    if (lane.scale_row() / PAIR == k / PAIR) fresh = found;
   }
-  update(param, x, scalars, lane, p);
-  if (ELEMENT == 2) narrow(param, scalars.seed, lane);
-  if (WRITES_CODES) {
-    wait_cluster();  // until all have begun
-    give_most(shared, param, lane, p);
-    arrive_cluster();
-  }
-  // While the others' words are on their way.
-  if (!scalars.failed) store_step(param, x, lane, p);
+  if (within && lane.index < 2 * ROWS && !scalars.failed) *lane.scale(p) = fresh;
   if (!WRITES_CODES) return;
-  if (CLUSTER > 1) wait_cluster();
+  // Until the others' barriers are ready.
+  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  give_most(shared, param, lane, p);
+  if (CLUSTER > 1) barrier_wait(shared_address(&shared.known), 0);
   else __syncthreads();
   quantise(shared, param, lane, p);
 }
