@@ -8,22 +8,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.kernels_cuda import driver, tiles
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.program import Program
-from jetfire.kernels_cuda.tiles import REGISTERS, TILE, Access, TilesKernel, oversized
+from jetfire.kernels_cuda.tiles import KEPT, TILE, Access, TilesKernel, fitting
+
+if TYPE_CHECKING:
+    import torch
 
 SOURCE = Path(__file__).parent / "cluster.cu"
-LEAST = 32  # rows of a slice, so that a column's codes are whole sectors
+SIDE = 32  # rows of a box, and the least of a slice, so that a column's codes are whole sectors
 ELEMENTS = {"fp32": 4, "bf16": 2}
+DTYPES: dict[int, Literal["int8", "bf16", "fp32"]] = {1: "int8", 2: "bf16", 4: "fp32"}
 SMALLEST = 2.0**-126  # of fp32's normal numbers
+MATRICES = ("param", "grad", "exp_avg", "exp_avg_sq")
+OTHERS = (
+    *("exp_avg_scale", "exp_avg_sq_scale", "q", "scale", "qt", "scale_t"),
+    *("rate", "step", "grad_scale", "found_inf", "seed"),
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,16 @@ def _constants(problem: Any) -> bytes:
     return struct.pack("<8f2i", *betas, *shares, *logs, *rest)
 
 
+def _map(x: torch.Tensor, access: Access) -> bytes:
+    """Return the tensor map of a matrix in boxes of 32 rows of 128 bytes, or zeros."""
+    if not access.tma:
+        return driver.NO_MAP
+    dtype, pitch = DTYPES[x.itemsize], x.stride(0) * x.itemsize
+    return driver.tensor_map(x.data_ptr(), dtype, *x.shape, pitch, SIDE, 128 // x.itemsize)
+
+
 class Adamw8Cluster(TilesKernel):
-    """A tile of 128 columns, as high as a block of codes, for each cluster of blocks."""
+    """A tile of 128 columns, as high as a block of codes, for each cluster of blocks of the grid."""
 
     op = "adamw8"
     name = "cluster"
@@ -64,7 +82,7 @@ class Adamw8Cluster(TilesKernel):
     choices: ClassVar[dict[str, Sequence[Any]]] = {
         "warps": (4, 8, 16, 32),
         "rows": (4, 8),
-        "resident": (1, 2, 3, 4, 5),
+        "resident": (1, 2, 3, 4, 5, 6),
     }
 
     def refused(self, problem: Any) -> str | None:
@@ -73,84 +91,82 @@ class Adamw8Cluster(TilesKernel):
         return None
 
     def registers(self, problem: Any, config: ClusterConfig) -> int:
-        return 64 if config.rows == 4 else 128
+        narrow = problem.dtype == "bf16"
+        if config.rows == 4:
+            return 64 if narrow or problem.guarded else 48
+        return 128 if narrow else 96
 
     def shared_bytes(self, problem: Any, config: ClusterConfig) -> int:
-        slice_rows, element = config.warps * config.rows, ELEMENTS[problem.dtype]
-        return slice_rows * TILE * 2 * (element + 1) + 4 * TILE // config.rows + 16
+        numbers = config.warps * config.rows * TILE
+        return 2 * numbers * (ELEMENTS[problem.dtype] + 1) + 4 * TILE // config.rows + 16
 
     def legal(self, problem: Any, config: ClusterConfig, device: Device) -> str | None:
-        reason = (
-            self.unfit(device)
-            or self.outside(config)
-            or self.refused(problem)
-            or oversized(problem)
-        )
-        if reason:
+        return self.unfit(device) or self.outside(config) or self._misfit(problem, config, device)
+
+    def _misfit(self, problem: Any, config: ClusterConfig, device: Device) -> str | None:
+        """Return why a problem is none of this kernel's, or not in these slices."""
+        warps, rows, block = config.warps, config.rows, problem.block
+        registers, shared = self.registers(problem, config), self.shared_bytes(problem, config)
+        if reason := self.refused(problem) or tiles.oversized(problem):
             return reason
-        slice_rows, registers = config.warps * config.rows, self.registers(problem, config)
-        if not LEAST <= slice_rows <= problem.block:
-            return (
-                f"warps={config.warps} rows={config.rows}: expected {LEAST} to {problem.block} rows"
-            )
-        if config.resident * 32 * config.warps * registers > REGISTERS:
+        if not SIDE <= warps * rows <= block:
+            return f"warps={warps} rows={rows}: expected {SIDE} to {block} rows of a block"
+        if config.resident > fitting(warps, registers):
             return f"resident={config.resident}: {registers} registers per thread do not fit"
+        if config.resident * (shared + KEPT) > device.shared_bytes + KEPT:
+            return f"resident={config.resident}: too much shared memory"
         return None
 
     def default(self, problem: Any, device: Device) -> ClusterConfig:
+        """Return slices of 32 rows, four per SM: 160 KiB of fp32 are then on their way to it."""
         return ClusterConfig()
 
     def blocks(self, problem: Any, config: ClusterConfig, processors: int) -> int:
-        """Return the slices of all tiles, those beyond the last row included."""
-        tiles = ceil_div(problem.m, problem.block) * ceil_div(problem.n, TILE)
-        return tiles * (problem.block // (config.warps * config.rows))
+        """Return how many slices there are, those beyond the last row included."""
+        count = ceil_div(problem.m, problem.block) * ceil_div(problem.n, TILE)
+        return count * self.cluster(problem, config)
+
+    def cluster(self, problem: Any, config: ClusterConfig) -> int:
+        """Return how many blocks of the grid a tile has."""
+        return int(problem.block) // (config.warps * config.rows)
 
     def accesses(
         self, problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None
     ) -> Access:
-        element = ELEMENTS[problem.dtype]
-        read, written = inputs or {}, outputs or {}
-        places = [problem.n]  # in units of the vectors of four
-        if "grad" in read:
-            grad = read["grad"]
-            places += [grad.stride(0), address(grad) // element]
-        if "param" in read:
-            places += [address(read["param"]) // element]
-        codes = read.get("exp_avg"), read.get("exp_avg_sq"), written.get("q")
-        places += [address(x) for x in codes]
-        vectors = not any(place % 4 for place in places)
-        column = problem.m, address(written.get("qt"))
-        qt = 1 if any(place % 16 for place in column) else 16
-        return Access(False, q=4 if vectors else 1, qt=qt, stream=(4 if vectors else 1) * element)
+        tensors = {**(inputs or {}), **(outputs or {})}
+        q, qt = (address(tensors.get(name)) for name in ("q", "qt"))
+        tma = tiles.in_boxes(tiles.places(tensors, MATRICES) or [problem.n]) and q % 4 == 0
+        columns = problem.m % 16 == qt % 16 == 0
+        return Access(tma, q=4 if tma else 1, qt=16 if columns else 1, stream=16 if tma else 1)
 
     def program(self, problem: Any, config: ClusterConfig, access: Access) -> Program:
-        codes = problem.layout != "none"
+        shared, codes = self.shared_bytes(problem, config), problem.layout != "none"
+        # Addresses of single bytes take more registers.
+        roomy = max(1, fitting(config.warps, 80 if config.rows == 4 else 128))
         constants: dict[str, bool | int] = {
             "WARPS": config.warps,
             "ROWS": config.rows,
-            "RESIDENT": config.resident,
+            "RESIDENT": config.resident if access.tma else min(config.resident, roomy),
+            "SHARED_BYTES": shared,
             "BLOCK": problem.block,
-            "CLUSTER": problem.block // (config.warps * config.rows),
+            "CLUSTER": self.cluster(problem, config),
             "ELEMENT": ELEMENTS[problem.dtype],
             "GUARDED": problem.guarded,
             "TMA": access.tma,
-            "SHARED_BYTES": self.shared_bytes(problem, config),
             "EVEN": problem.m % problem.block == problem.n % TILE == 0,
             "QT_ACCESS": access.qt,
             "WRITES_Q": codes and problem.layout != "qt",
             "WRITES_QT": codes and problem.layout != "q",
         }
-        return Program(SOURCE, header(constants), constants["SHARED_BYTES"], config.warps)
+        return Program(SOURCE, header(constants), shared, config.warps)
 
     def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:
-        state = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-        scalars = ("rate", "step", "grad_scale", "found_inf", "seed")
-        places = (
-            *(address(inputs.get(name)) for name in ("param", "grad", *state)),
-            *(address(outputs.get(name)) for name in ("q", "scale", "qt", "scale_t")),
-            *(address(inputs.get(name)) for name in scalars),
-        )
-        return struct.pack("<15Qq", *places, inputs["grad"].stride(0)) + _constants(problem)
+        """Step in place: outputs hold the parameter and its moments before it and after it."""
+        tensors = {**inputs, **outputs}
+        maps = b"".join(_map(tensors[name], access) for name in MATRICES)
+        places = (address(tensors.get(name)) for name in (*MATRICES, *OTHERS))
+        rest = struct.pack("<15Qq", *places, tensors["grad"].stride(0))
+        return tiles.aligned(maps + rest + _constants(problem))
 
 
 KERNELS = (Adamw8Cluster(),)

@@ -21,7 +21,7 @@ constexpr uint32_t SIGN = 1u << 31;
 static_assert(CLUSTER * SLICE == BLOCK, "a tile is as high as a block");
 
 struct Arguments {
-  TensorMap maps[2];        // of the param and its gradient, in boxes of a slice's rows; if TMA
+  TensorMap maps[2];        // of the param and its gradient, in boxes of SIDE rows of LINE bytes; if TMA
   TensorMap codes_maps[2];  // of both moments' codes
   uint8_t* param;           // fp32 or bf16, as is grad
   const uint8_t* grad;
@@ -133,11 +133,15 @@ DEVICE void fetch(Shared& shared, const Lane& lane, const Arguments& p) {
   barrier_expect(arrived, sizeof(shared.weights) + sizeof(shared.codes));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    tma_load(shared_address(shared.codes[i]), p.codes_maps[i], lane.column, lane.row, arrived);
 #pragma unroll
-    for (int box = 0; box < GROUP / BOX; ++box) {
-      const uint32_t to = shared_address(shared.weights[i]) + box * SLICE * LINE;
-      tma_load(to, p.maps[i], lane.column + box * BOX, lane.row, arrived);
+    for (int row = 0; row < SLICE; row += SIDE) {
+      const uint32_t codes = shared_address(shared.codes[i]) + row * LINE;
+      tma_load(codes, p.codes_maps[i], lane.column, lane.row + row, arrived);
+#pragma unroll
+      for (int box = 0; box < GROUP / BOX; ++box) {
+        const uint32_t to = shared_address(shared.weights[i]) + (box * SLICE + row) * LINE;
+        tma_load(to, p.maps[i], lane.column + box * BOX, lane.row + row, arrived);
+      }
     }
   }
 }
