@@ -1,7 +1,19 @@
-"""AdamW with INT8 moments in CUDA C++: configuration, legality and launch of cluster.cu."""
+"""AdamW with INT8 moments in CUDA C++: configuration, legality and launch of cluster.cu.
+
+Triton's kernel cuts a tile of 128×128 into slices of 16 rows, and the last program of a tile reads
+its new weights again: 81 to 83% of a copy's bandwidth in blocks of 64 and 128 (4096×16384, H100),
+where tiles of blocks of 32, which are one program each, have 89%. Here nothing is read twice.
+
+Instructions issued per element of fp32 to codes both ways in blocks of 128, as compiled for sm_90:
+94, of which 75 make the step. An H100 issues them for 4096×16384 in 0.2 ms at 1.755 GHz; its memory
+takes 0.45. A slice of 32 rows is 40 KiB that are read and 41 that are written, 3.7 µs of an SM's
+share of 2.9 TB/s: of four resident blocks each may take 15 µs from its first load to its last
+store. The kernel has not run on a GPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Sequence
@@ -64,6 +76,11 @@ def _constants(problem: Any) -> bytes:
     return struct.pack("<8f2i", *betas, *shares, *logs, *rest)
 
 
+def _even(problem: Any) -> bool:
+    """Return whether all tiles are whole."""
+    return bool(problem.m % problem.block == problem.n % TILE == 0)
+
+
 def _map(x: torch.Tensor, access: Access) -> bytes:
     """Return the tensor map of a matrix in boxes of 32 rows of 128 bytes, or zeros."""
     if not access.tma:
@@ -73,14 +90,14 @@ def _map(x: torch.Tensor, access: Access) -> bytes:
 
 
 class Adamw8Cluster(TilesKernel):
-    """A tile of 128 columns, as high as a block of codes, for each cluster of blocks of the grid."""
+    """A tile of 128 columns, as high as a block of codes, for each cluster."""
 
     op = "adamw8"
     name = "cluster"
     needs = "needs sm_90 or newer, for clusters of blocks"
     Config = ClusterConfig
     choices: ClassVar[dict[str, Sequence[Any]]] = {
-        "warps": (4, 8, 16, 32),
+        "warps": (4, 8, 16),
         "rows": (4, 8),
         "resident": (1, 2, 3, 4, 5, 6),
     }
@@ -92,9 +109,12 @@ class Adamw8Cluster(TilesKernel):
 
     def registers(self, problem: Any, config: ClusterConfig) -> int:
         narrow = problem.dtype == "bf16"
-        if config.rows == 4:
-            return 64 if narrow or problem.guarded else 48
-        return 128 if narrow else 96
+        if config.rows == 8:
+            return 96 if not narrow else 128 if _even(problem) else 160
+        if narrow and not _even(problem):
+            return 80
+        plain = not narrow and not problem.guarded and problem.layout in ("qt", "both")
+        return 48 if plain and _even(problem) else 64
 
     def shared_bytes(self, problem: Any, config: ClusterConfig) -> int:
         numbers = config.warps * config.rows * TILE
@@ -119,7 +139,11 @@ class Adamw8Cluster(TilesKernel):
 
     def default(self, problem: Any, device: Device) -> ClusterConfig:
         """Return slices of 32 rows, four per SM: 160 KiB of fp32 are then on their way to it."""
-        return ClusterConfig()
+        config = ClusterConfig()
+        shared = self.shared_bytes(problem, config) + KEPT
+        by_memory = (device.shared_bytes + KEPT) // shared
+        by_registers = fitting(config.warps, self.registers(problem, config))
+        return dataclasses.replace(config, resident=min(4, by_registers, by_memory))
 
     def blocks(self, problem: Any, config: ClusterConfig, processors: int) -> int:
         """Return how many slices there are, those beyond the last row included."""
@@ -142,7 +166,7 @@ class Adamw8Cluster(TilesKernel):
     def program(self, problem: Any, config: ClusterConfig, access: Access) -> Program:
         shared, codes = self.shared_bytes(problem, config), problem.layout != "none"
         # Addresses of single bytes take more registers.
-        roomy = max(1, fitting(config.warps, 80 if config.rows == 4 else 128))
+        roomy = fitting(config.warps, 80 if config.rows == 4 else 128)
         constants: dict[str, bool | int] = {
             "WARPS": config.warps,
             "ROWS": config.rows,
@@ -153,7 +177,7 @@ class Adamw8Cluster(TilesKernel):
             "ELEMENT": ELEMENTS[problem.dtype],
             "GUARDED": problem.guarded,
             "TMA": access.tma,
-            "EVEN": problem.m % problem.block == problem.n % TILE == 0,
+            "EVEN": _even(problem),
             "QT_ACCESS": access.qt,
             "WRITES_Q": codes and problem.layout != "qt",
             "WRITES_QT": codes and problem.layout != "q",
