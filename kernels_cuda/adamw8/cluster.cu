@@ -16,14 +16,13 @@ constexpr int SLICE = WARPS * ROWS, THREADS = 32 * WARPS;
 constexpr int ACROSS = GROUP / BLOCK;   // blocks of a tile
 constexpr int SHARING = BLOCK / EACH;   // lanes that have a block's columns
 constexpr int PARTS = CLUSTER * WARPS;  // warps that have a block's rows
-constexpr bool WRITES_CODES = WRITES_Q || WRITES_QT;
+constexpr bool WRITES_CODES = WRITES_Q || WRITES_QT, SENDS = WRITES_CODES && CLUSTER > 1;
 constexpr uint32_t SIGN = 1u << 31;
 static_assert(CLUSTER * SLICE == BLOCK, "a tile is as high as a block");
 
 struct Arguments {
-  TensorMap maps[2];        // of the param and its gradient, in boxes of SIDE rows of LINE bytes; if TMA
-  TensorMap codes_maps[2];  // of both moments' codes
-  uint8_t* param;           // fp32 or bf16, as is grad
+  TensorMap maps[4];  // of param, grad and codes, in boxes of SIDE rows of LINE bytes; if TMA
+  uint8_t* param;     // fp32 or bf16, as is grad
   const uint8_t* grad;
   uint8_t* codes[2];
   float* scales[2];  // of their groups
@@ -127,22 +126,19 @@ DEVICE void store(uint8_t* to, const Quad<BYTES>& x, int k, const Lane& lane, co
 
 // --- loading -------------------------------------------------------------------------------------
 
-// Have a slice come, zeros beyond the matrix. Thread 0 alone calls.
+// Have a warp's boxes of a slice come, zeros beyond the matrix. Lane 0 calls; one warp alone would ask
+// for all in 130 instructions.
 DEVICE void fetch(Shared& shared, const Lane& lane, const Arguments& p) {
-  const uint32_t arrived = shared_address(&shared.arrived);
-  barrier_expect(arrived, sizeof(shared.weights) + sizeof(shared.codes));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int row = 0; row < SLICE; row += SIDE) {
-      const uint32_t codes = shared_address(shared.codes[i]) + row * LINE;
-      tma_load(codes, p.codes_maps[i], lane.column, lane.row + row, arrived);
-#pragma unroll
-      for (int box = 0; box < GROUP / BOX; ++box) {
-        const uint32_t to = shared_address(shared.weights[i]) + (box * SLICE + row) * LINE;
-        tma_load(to, p.maps[i], lane.column + box * BOX, lane.row + row, arrived);
-      }
-    }
+  constexpr int DOWN = SLICE / SIDE, BOXES = GROUP / BOX;
+#pragma unroll 1
+  for (int i = lane.warp; i < 2 * DOWN * (BOXES + 1); i += WARPS) {
+    const int matrix = i % 2, row = i / 2 % DOWN * SIDE, box = i / 2 / DOWN;
+    const bool codes = box == BOXES;
+    const uint8_t* to =
+        codes ? shared.codes[matrix] : shared.weights[matrix] + box * (SLICE * LINE);
+    tma_load(shared_address(to + row * LINE), p.maps[codes ? 2 + matrix : matrix],
+             lane.column + (codes ? 0 : box * BOX), lane.row - lane.warp * ROWS + row,
+             shared_address(&shared.arrived));
   }
 }
 
@@ -162,7 +158,7 @@ DEVICE void copy(uint8_t* to, const uint8_t* from, int64_t pitch, const Lane& la
 
 DEVICE void load(Shared& shared, const Lane& lane, const Arguments& p) {
   if (TMA) {
-    if (threadIdx.x == 0) fetch(shared, lane, p);
+    if (lane.index == 0) fetch(shared, lane, p);
     return;
   }
   copy<ELEMENT>(shared.weights[0], p.param, p.n, lane, p);
@@ -413,7 +409,7 @@ DEVICE void give_most(Shared& shared, const float (&param)[ROWS][EACH], const La
   most = __shfl_sync(ALL, sharing_most(most), block * SHARING);
   if (to >= CLUSTER) return;
   uint32_t& place = shared.most[block][lane.rank * WARPS + lane.warp];
-  if (CLUSTER > 1) send(place, shared.known, to, most);
+  if (SENDS) send(place, shared.known, to, most);
   else place = most;
 }
 
@@ -477,15 +473,18 @@ DEVICE void quantise(Shared& shared, const float (&param)[ROWS][EACH], const Lan
 
 // --- all of it -----------------------------------------------------------------------------------
 
-// Have barriers ready, and with the cluster's others say so without waiting.
+// Have the barriers ready for all threads, and say so to the cluster's other blocks, if codes are
+// to be written, without waiting for these.
 DEVICE void begin(Shared& shared) {
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.arrived), 1);
     barrier_init(shared_address(&shared.known), 1);
     fence_barrier_init();
-    if (CLUSTER > 1) barrier_expect(shared_address(&shared.known), sizeof(shared.most));
+    barrier_expect(shared_address(&shared.arrived), sizeof(shared.weights) + sizeof(shared.codes));
+    barrier_expect(shared_address(&shared.known), sizeof(shared.most));
   }
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  if (SENDS) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  __syncthreads();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
@@ -497,7 +496,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const bool within = EVEN || lane.row + lane.scale_row() < p.m;
   const float scale = within ? *lane.scale(p) : 0.0f, held = lane.moment() ? 0.5f * scale : scale;
   const Scalars scalars(p);  // while the slice is on its way
-  __syncthreads();           // until the barriers are there
   if (TMA) barrier_wait(shared_address(&shared.arrived), 0);
   float param[ROWS][EACH], fresh = 0;
 #pragma unroll
@@ -508,9 +506,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (within && lane.index < 2 * ROWS && !scalars.failed) *lane.scale(p) = fresh;
   if (!WRITES_CODES) return;
   // Until the others' barriers are ready.
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  if (SENDS) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   give_most(shared, param, lane, p);
-  if (CLUSTER > 1) barrier_wait(shared_address(&shared.known), 0);
+  if (SENDS) barrier_wait(shared_address(&shared.known), 0);
   else __syncthreads();
   quantise(shared, param, lane, p);
 }
