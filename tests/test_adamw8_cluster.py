@@ -44,7 +44,7 @@ def legal_configs(block):
     ("fields", "config", "access"),
     [
         ({"block": 128}, ClusterConfig(8, 4, 4), BOXES),
-        ({"block": 128}, ClusterConfig(8, 4, 5), BOXES),
+        ({"block": 128, "guarded": True}, ClusterConfig(8, 4, 5), BOXES),
         ({"block": 128, "dtype": "bf16"}, ClusterConfig(16, 8, 1), BOXES),
         ({"block": 64, "guarded": True}, ClusterConfig(4, 8, 5), BOXES),
         ({"block": 64, "dtype": "bf16", "guarded": True}, ClusterConfig(16, 4, 2), BOXES),

@@ -1,9 +1,9 @@
 // AdamW with INT8 moments, and the new weight's codes, in one pass: a cluster has a tile of 128
 // columns that is as high as the codes' blocks, and each of its blocks of the grid a slice of it.
 //
-// TMA brings a slice to shared memory, so that what is on its way takes no registers. A thread keeps
-// its new weights until the largest of their block is known: each warp sends what its rows have of
-// it to every block of the cluster.
+// TMA brings a slice to shared memory, so that what is on its way takes no registers. A thread
+// keeps its new weights until the largest of their block is known: each warp sends what its rows
+// have of it to every block of the cluster.
 #include "codes.cuh"
 #include "config.cuh"
 
@@ -43,7 +43,8 @@ struct Arguments {
   int32_t m, n;
 };
 
-using Columns = uint32_t[SLICE / TALL][GROUP + EACH];  // codes of four rows; padded against conflicts
+// Codes of four rows each, transposed; padded, so that threads read and write all banks.
+using Columns = uint32_t[SLICE / TALL][GROUP + EACH];
 
 struct Shared {
   uint8_t weights[2][ELEMENT * SLICE * GROUP];  // param and grad; then Columns
@@ -79,7 +80,8 @@ struct Lane {
     row = tile / across * BLOCK + rank * SLICE + warp * ROWS;
     column = tile % across * GROUP + index * EACH;
     first = int64_t(row) * p.n + column;
-    asm volatile("" : "+r"(weights_at), "+r"(codes_at), "+l"(first));  // or each use makes them anew
+    // Or each use would make them anew.
+    asm volatile("" : "+r"(weights_at), "+r"(codes_at), "+l"(first));
   }
   // Where those of row k lie.
   template <int BYTES>
@@ -126,8 +128,8 @@ DEVICE void store(uint8_t* to, const Quad<BYTES>& x, int k, const Lane& lane, co
 
 // --- loading -------------------------------------------------------------------------------------
 
-// Have a warp's boxes of a slice come, zeros beyond the matrix. Lane 0 calls; one warp alone would ask
-// for all in 130 instructions.
+// Have a warp's boxes of a slice come, zeros beyond the matrix. Lane 0 calls: one warp alone would
+// ask for all in 130 instructions.
 DEVICE void fetch(Shared& shared, const Lane& lane, const Arguments& p) {
   constexpr int DOWN = SLICE / SIDE, BOXES = GROUP / BOX;
 #pragma unroll 1
@@ -150,8 +152,8 @@ DEVICE void copy(uint8_t* to, const uint8_t* from, int64_t pitch, const Lane& la
   for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
     for (int i = 0; i < EACH * BYTES; ++i) {
-      const bool inside = lane.inside(k, i / BYTES, p);
-      to[lane.place<BYTES>(k) + i] = inside ? from[((lane.row + k) * pitch + lane.column) * BYTES + i] : 0;
+      const int64_t at = ((lane.row + k) * pitch + lane.column) * BYTES + i;
+      to[lane.place<BYTES>(k) + i] = lane.inside(k, i / BYTES, p) ? from[at] : 0;
     }
   }
 }
