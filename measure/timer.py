@@ -19,8 +19,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-VERSION = 4
+VERSION = 5
 WARM_MS = 60.0  # an idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz
+# A GPU that comes to its power cap lowers its clock by more than it must, for some tenths of a
+# second: large GEMMs on an H100 ran at 1440 MHz from 60 ms on, and at 1620 to 1755 from 500 on.
+SETTLED_MS = 500.0
 LEAST_ROUNDS = 3
 # The device idles this long ahead of a sample, so that the host has launched the whole of it before
 # its first kernel starts: 50 us at 2 GHz.
@@ -217,6 +220,13 @@ class _Variant:
         stop.synchronize()
         return self.agree(start.elapsed_time(stop) / self.repeats)
 
+    def held_down(self, monitor: Monitor | None) -> bool:
+        """Return whether something holds the clock down while it runs."""
+        done = self._queue(1)
+        reasons = monitor.throttle_reasons() if monitor is not None else None
+        done.synchronize()
+        return bool(reasons)
+
     def watts(self, monitor: Monitor, power_ms: float) -> float | None:
         """Return the power over at least `power_ms` without pause; None where no counter moves.
 
@@ -279,6 +289,24 @@ class _Rounds:
             yield
 
 
+def _warm(
+    variants: Sequence[_Variant], monitor: Monitor | None, warm_ms: float, agree: Agree
+) -> None:
+    """Run all variants in turn, and where the clock is then held down until it has settled."""
+    begin = time.perf_counter()
+
+    def run(least_ms: float) -> None:
+        while agree((time.perf_counter() - begin) * 1e3) < least_ms:
+            for variant in variants:
+                variant.elapsed()
+
+    run(warm_ms)
+    if warm_ms > 0:
+        held = [variant.held_down(monitor) for variant in variants]  # all, as other processes do
+        if agree(float(any(held))):
+            run(SETTLED_MS)
+
+
 def _time_cuda(
     variants: Mapping[str, Sequence[Call]],
     until: _Rounds,
@@ -294,10 +322,7 @@ def _time_cuda(
         name: _Variant(calls, sample_ms, capture, untimed, until.agree)
         for name, calls in variants.items()
     }
-    begin = time.perf_counter()
-    while until.agree((time.perf_counter() - begin) * 1e3) < warm_ms:
-        for variant in prepared.values():
-            variant.elapsed()
+    _warm(list(prepared.values()), monitor, warm_ms, until.agree)
     for _ in until([variant.samples for variant in prepared.values()]):
         for variant in prepared.values():
             variant.samples.append(variant.elapsed(monitor))
@@ -370,7 +395,8 @@ def time_calls(
         monitor: reads the clock beside every sample on a GPU.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
-        warm_ms: how long a GPU runs all of them beforehand.
+        warm_ms: how long a GPU runs all of them beforehand, if it is more than 0 at least half a
+            second where the clock is then held down.
         untimed: calls before each sample on a GPU, for work that a variant has only where another
             ran before it.
         timed: is told of each variant, once its time is known, its name and what runs it again: the

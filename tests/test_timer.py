@@ -172,6 +172,37 @@ class Meter:
         return math.floor(time.perf_counter() * 20) * 5.0
 
 
+class Warmed:
+    """A variant on a GPU whose clock is held down, or not; of 10 ms per sample."""
+
+    def __init__(self, clock: Clock, reasons: tuple[str, ...]) -> None:
+        self.clock, self.reasons, self.ran = clock, reasons, 0
+
+    def elapsed(self) -> float:
+        self.ran += 1
+        self.clock.ms += 10
+        return 10.0
+
+    def held_down(self, monitor: object) -> bool:
+        return monitor is not None and bool(self.reasons)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "monitor", "warm_ms", "ran"),
+    [
+        ((), Meter(), 60, 3),
+        (("power cap",), Meter(), 60, 25),
+        (("power cap",), None, 60, 3),
+        (("power cap",), Meter(), 0, 0),
+        (("power cap",), Meter(), 800, 40),
+    ],
+)
+def test_a_clock_that_is_held_down_settles_first(clock, reasons, monitor, warm_ms, ran):
+    variants = [Warmed(clock, ()), Warmed(clock, reasons)]
+    timer._warm(variants, monitor, warm_ms, lambda value: value)
+    assert [variant.ran for variant in variants] == [ran, ran]
+
+
 @pytest.mark.gpu
 @pytest.mark.quiet
 def test_cuda_times_agree_with_the_work():
