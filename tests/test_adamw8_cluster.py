@@ -85,7 +85,7 @@ def test_legal_says_why_not():
     ):
         assert KERNEL.legal(problem, config, SM_90) == reason
     small = dataclasses.replace(SM_90, shared_bytes=100 << 10)
-    assert KERNEL.legal(problem, good, small) == "resident=4: too much shared memory"
+    assert KERNEL.legal(problem, good, small) == "resident=3: too much shared memory"
     for device in (target_device((8, 0)), Device(kind="cpu")):
         assert "sm_90" in KERNEL.legal(problem, good, device)
 

@@ -511,6 +511,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (SENDS) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   give_most(shared, param, lane, p);
   if (SENDS) barrier_wait(shared_address(&shared.known), 0);
-  else __syncthreads();
+  __syncthreads();  // until all have read the weights, over which columns are written
   quantise(shared, param, lane, p);
 }
