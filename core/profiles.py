@@ -19,16 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -248,7 +239,7 @@ class _Tuned:
 
     Attributes:
         own: it is of the device itself, not of another of its architecture.
-        sort, kind, place: its problem's (`_sort_of`, `_kind`, `_place`).
+        sort, place: its problem's (`_sort_of`, `_place`).
     """
 
     entry: Entry
@@ -256,7 +247,6 @@ class _Tuned:
     config: Any
     stale: bool
     sort: tuple[Any, ...]
-    kind: tuple[Any, ...]
     place: tuple[float, ...]
 
 
@@ -323,25 +313,10 @@ def _entries(op: str, device: Device) -> Iterator[tuple[Entry, bool]]:
                         yield entry, own or any_of_it
 
 
-class _Known(NamedTuple):
-    """Entries by their problems' sort, and by their kind: a lookup reads no others."""
-
-    of_sort: dict[tuple[Any, ...], list[_Tuned]]
-    of_kind: dict[tuple[Any, ...], list[_Tuned]]
-
-    @classmethod
-    def of(cls, entries: Sequence[_Tuned]) -> _Known:
-        found = cls({}, {})
-        for one in entries:
-            found.of_sort.setdefault(one.sort, []).append(one)
-            found.of_kind.setdefault(one.kind, []).append(one)
-        return found
-
-
 @remembered
-def _tuned(op: Op, kernel: Kernel, device: Device) -> _Known:
-    """Return the entries of a kernel of an op for a device."""
-    found = []
+def _tuned(op: Op, kernel: Kernel, device: Device) -> dict[tuple[Any, ...], list[_Tuned]]:
+    """Return the entries of a kernel of an op for a device, by their problems' kind."""
+    found: dict[tuple[Any, ...], list[_Tuned]] = {}
     for entry, own in _entries(op.name, device):
         if entry.kernel != kernel.name:
             continue
@@ -350,9 +325,9 @@ def _tuned(op: Op, kernel: Kernel, device: Device) -> _Known:
             continue
         typed = dataclasses.replace(entry, problem=problem.as_dict(), config=config.as_dict())
         stale = entry.provenance.get("source") != kernel.source_hash()
-        where = _sort_of(problem), _kind(op, problem), _place(op, problem)
-        found.append(_Tuned(typed, own, config, stale, *where))
-    return _Known.of(found)
+        tuned = _Tuned(typed, own, config, stale, _sort_of(problem), _place(op, problem))
+        found.setdefault(_kind(op, problem), []).append(tuned)
+    return found
 
 
 def _meant(kind: Any, fields: Mapping[str, Any]) -> Any:
@@ -369,10 +344,11 @@ def _candidates(
 ) -> Iterator[Found]:
     """Yield legal configs, nearest first; those tuned for exactly this problem are `EXACT` away."""
     sort, kind, place = _sort_of(problem), _kind(op, problem), _place(op, problem)
-    entries = _tuned(op, kernel, device)
-    ranked = [(EXACT, tuned) for tuned in entries.of_sort.get(sort, ())]
-    for tuned in entries.of_kind.get(kind, ()):
-        if tuned.sort != sort:
+    ranked = []
+    for tuned in _tuned(op, kernel, device).get(kind, ()):
+        if tuned.sort == sort:
+            ranked.append((EXACT, tuned))
+        else:
             apart = 0.0 if tuned.own else OTHER_FIELD
             ranked.append((math.hypot(math.dist(place, tuned.place), apart), tuned))
     for distance, tuned in sorted(ranked, key=lambda one: one[0]):

@@ -537,20 +537,13 @@ sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 6
 @given(tuned=st.lists(st.tuples(sizes, st.integers(1, 300)), max_size=8), wanted=sizes)
 def test_nothing_legal_is_nearer(tuned, wanted):
     kernel = Toy()
-    every = [
-        profiles._Tuned(
-            entry(problem, tile),
-            True,
-            ToyConfig(tile),
-            False,
-            profiles._sort_of(problem),
-            profiles._kind(GEMM, problem),
-            profiles._place(GEMM, problem),
-        )
-        for problem, tile in tuned
-    ]
+    every: dict = {}
+    for problem, tile in tuned:
+        where = profiles._sort_of(problem), profiles._place(GEMM, problem)
+        one = profiles._Tuned(entry(problem, tile), True, ToyConfig(tile), False, *where)
+        every.setdefault(profiles._kind(GEMM, problem), []).append(one)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "_tuned", lambda *_: profiles._Known.of(every))
+        patch.setattr(profiles, "_tuned", lambda *_: every)
         found = find(GEMM, kernel, wanted, H200)
 
     def distance(problem):
