@@ -249,6 +249,12 @@ class _Tuned:
     sort: tuple[Any, ...]
     place: tuple[float, ...]
 
+    def distance(self, sort: tuple[Any, ...], place: tuple[float, ...]) -> float:
+        """Return how far its problem is from one of the same kind."""
+        if self.sort == sort:
+            return EXACT
+        return math.hypot(math.dist(self.place, place), 0.0 if self.own else OTHER_FIELD)
+
 
 @cache
 def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
@@ -344,13 +350,8 @@ def _candidates(
 ) -> Iterator[Found]:
     """Yield legal configs, nearest first; those tuned for exactly this problem are `EXACT` away."""
     sort, kind, place = _sort_of(problem), _kind(op, problem), _place(op, problem)
-    ranked = []
-    for tuned in _tuned(op, kernel, device).get(kind, ()):
-        if tuned.sort == sort:
-            ranked.append((EXACT, tuned))
-        else:
-            apart = 0.0 if tuned.own else OTHER_FIELD
-            ranked.append((math.hypot(math.dist(place, tuned.place), apart), tuned))
+    entries = _tuned(op, kernel, device).get(kind, ())
+    ranked = [(tuned.distance(sort, place), tuned) for tuned in entries]
     for distance, tuned in sorted(ranked, key=lambda one: one[0]):
         if distance > farthest:
             return
