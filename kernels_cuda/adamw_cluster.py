@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -155,7 +154,8 @@ class StepCluster(TilesKernel):
     def program(self, problem: Any, config: ClusterConfig, access: Access) -> Program:
         shared, codes = self.shared_bytes(problem, config), problem.layout != "none"
         # Addresses of single numbers take more registers.
-        roomy = fitting(config.warps, 80 if config.rows == 4 else 128)
+        registers = 128 if config.rows == 8 else 96 if element(problem) == 2 else 80
+        roomy = fitting(config.warps, registers)
         constants: dict[str, bool | int] = {
             "WARPS": config.warps,
             "ROWS": config.rows,

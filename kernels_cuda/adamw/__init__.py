@@ -20,7 +20,7 @@ class AdamwCluster(StepCluster):
     }
 
     def registers(self, problem: Any, config: ClusterConfig) -> int:
-        return 64
+        return 80 if config.rows == 4 else 160
 
 
 KERNELS = (AdamwCluster(),)
