@@ -284,7 +284,7 @@ def of_any_size(inputs):
         spread("grad", -149, 55)  # above, its square is beyond fp32
         spread("exp_avg", -149, 120)
         spread("exp_avg_sq", -110, 120)
-        inputs["exp_avg"][5] = inputs["exp_avg_sq"][5] = 0
+        inputs["exp_avg"][5], inputs["exp_avg_sq"][5], inputs["grad"][5] = 0, 0, 1
         inputs["grad"][7], inputs["exp_avg"][7], inputs["exp_avg_sq"][7] = 0, 2.0**-70, 2.0**-140
     inputs["grad"][5, ::2] = 0
     inputs["grad"][9, 3], inputs["grad"][200, 17] = math.inf, math.nan
