@@ -125,7 +125,12 @@ class StepCluster(TilesKernel):
         return None
 
     def default(self, problem: Any, device: Device) -> ClusterConfig:
-        """Return slices of 32 rows, three per SM if these fit."""
+        """Return slices of 32 rows, three per SM.
+
+        Of fp32 beside INT8 moments 120 KiB are then on their way to it, and with fp32's 192.
+        4096×16384 in blocks of 64 and 128 took 426 and 433 µs beside INT8 moments; with four per SM
+        428 and 438, with five 430 and 438, with two of 64 rows 428 and 432 (H100).
+        """
         config = ClusterConfig()
         shared = self.shared_bytes(problem, config) + KEPT
         by_memory = (device.shared_bytes + KEPT) // shared

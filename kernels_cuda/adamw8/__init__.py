@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jetfire.core.device import Device
 from jetfire.kernels_cuda.adamw_cluster import ClusterConfig, StepCluster, even
 
 
@@ -37,14 +36,6 @@ class Adamw8Cluster(StepCluster):
         if narrow and not even(problem):
             return 80
         return 48 if not narrow and even(problem) and problem.layout != "q" else 64
-
-    def default(self, problem: Any, device: Device) -> ClusterConfig:
-        """Return slices of 32 rows, three per SM: 120 KiB of fp32 are then on their way to it.
-
-        4096×16384 in blocks of 64 and 128 took 426 and 433 µs; with four 428 and 438, with five 430
-        and 438, with two of 64 rows 428 and 432 (H100).
-        """
-        return super().default(problem, device)
 
 
 KERNELS = (Adamw8Cluster(),)
