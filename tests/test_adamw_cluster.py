@@ -109,6 +109,9 @@ def test_nothing_spills(name, fields, config, access):
     assert ("STAS" in found.instructions) == sends
     if access.tma:
         assert sum(found.instructions.values()) / (4 * config.rows) < INSTRUCTIONS[name]
+        # Weights, two moments and codes, four at a time, and scales; codes of columns sixteen.
+        scales = 2 if name == "adamw" else 3
+        assert found.instructions["STG"] <= 4 * config.rows + config.rows // 4 + scales
 
 
 @every_op
