@@ -96,6 +96,7 @@ struct Lane {
   }
 };
 
+// An element's bits.
 template <int BYTES>
 struct Bits {
   using Type = uint8_t;
