@@ -1,0 +1,36 @@
+"""AdamW in CUDA C++: what cluster.cu adds to adamw_cluster.cuh.
+
+It has not run on a GPU. Triton's kernel has a program for a tile of 128×128 where codes have blocks
+of 128: 87% of a copy's bandwidth at 8192×16384 on an H200, 1090 µs, but 49% at 768×768, whose 36
+programs are few for 132 SMs. Here these are 144 blocks of the grid.
+
+Instructions issued per element to codes both ways in blocks of 128, as compiled for sm_90: 45, or
+54 with a grad_scale, with what is done once per thread. An H200 issues those of 8192×16384 in 0.20
+ms; its memory takes 0.94 for the 30 bytes of each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jetfire.kernels_cuda.adamw_cluster import ClusterConfig, StepCluster
+
+
+class AdamwCluster(StepCluster):
+    op = "adamw"
+    source = Path(__file__).parent / "cluster.cu"
+    moment = 4
+    choices: ClassVar[dict[str, Sequence[Any]]] = {
+        "warps": (4, 8, 16),
+        "rows": (4, 8),
+        "resident": (1, 2, 3),
+    }
+
+    def registers(self, problem: Any, config: ClusterConfig) -> int:
+        # What shared memory leaves room for has as many: no block is left out for want of them.
+        return 80 if config.rows == 4 else 160
+
+
+KERNELS = (AdamwCluster(),)
