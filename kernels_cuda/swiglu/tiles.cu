@@ -3,8 +3,10 @@
 //
 // Blocks of the grid go over tiles, one turn each, while the next tiles are on their way to shared
 // memory. A tile is 16 parts of 32×32 codes, of which a warp has PARTS, side by side. A part has
-// one scale of the gate, so that a table over its 256 codes takes the place of the formula at each
-// element. A warp makes its own.
+// one scale of the gate, so that a table over its 256 codes may take the place of the formula at
+// each element. A warp makes its own. A warp's 32 look-ups take 2.8 passes of shared memory, as some
+// share a bank, of codes of normal numbers: where these are what bounds a kernel, silu may be better
+// evaluated, which takes three instructions more. So LOOKED_UP is a choice; values are the same.
 //
 // A lane keeps its values until the largest of the block that is written is known, to all warps that
 // have a part of it. Of both gradients at once they would be 128 in blocks of more than a part, so
@@ -47,8 +49,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "as the host counts them");
 
 // --- what is written -----------------------------------------------------------------------------
 
-// An output is a code of OTHER, of UP too if STEEP, times what the gate's table has, times the
-// scales of FIRST and OTHER.
+// An output is a code of OTHER, and of up if STEEP, times the curve at the gate, times the scales of
+// FIRST and OTHER.
 struct Y {
   static constexpr int OUTPUT = 0, FIRST = 0, OTHER = 1, STREAM = 0;
   static constexpr bool STEEP = false;
@@ -62,21 +64,24 @@ struct Dgate {
   static constexpr bool STEEP = true;
 };
 
-// silu(s·q)/s, or silu'(s·q) if STEEP, at codes of a block of scale s. Both ends of a pair share
-// the exponential: σ(−z) = e·σ(z) with e = exp(−z), and silu'(z) = σ(z)·(1 + z·σ(−z)).
+// silu(s·q)/s, or silu'(s·q) if STEEP, at codes of a block of scale s.
 template <bool STEEP>
 struct Curve {
   static constexpr float AT_ZERO = STEEP ? 0.5f : 0.0f;
-  float s;
+  static constexpr bool TABLE = STEEP || LOOKED_UP;
+  float s, power;
 
   // A scale beyond 1000 gives what 1000 does, 0 or z; z·σ(−z) would be NaN of one that is too large.
-  DEVICE explicit Curve(float scale) : s(fminf(scale, 1e3f)) {}
+  DEVICE explicit Curve(float scale) : s(fminf(scale, 1e3f)), power(s * -LOG2E) {}
 
+  DEVICE float silu(float q) const { return q * reciprocal_fast(1.0f + exp2_fast(q * power)); }
+
+  // Of silu' both ends share the exponential: σ(−z) = e·σ(z) with e = exp(−z), and silu'(z) is
+  // σ(z)·(1 + z·σ(−z)). Of silu they would have other bits than one alone.
   DEVICE Pair operator()(float a) const {
-    const float e = exp2_fast(a * (s * -LOG2E));
+    if constexpr (!STEEP) return {silu(a), silu(-a)};
+    const float e = exp2_fast(a * power), z = a * s;
     const float open = reciprocal_fast(1.0f + e), shut = e * open;
-    if constexpr (!STEEP) return {a * open, -a * shut};
-    const float z = a * s;
     return {open * __fmaf_rn(z, shut, 1.0f), shut * __fmaf_rn(-z, open, 1.0f)};
   }
 };
@@ -101,8 +106,8 @@ struct Values {
 
   // Return the largest magnitude in the part. `anew`: the warp's table is of another block's gate.
   DEVICE float read(uint8_t* table, const Tile& tile, int part, bool anew, const TableLane& lane) {
-    if (anew) {
-      const Curve<Of::STEEP> curve(finite_or_zero(tile.scale(0, part)));
+    const Curve<Of::STEEP> curve(finite_or_zero(tile.scale(0, part)));
+    if (curve.TABLE && anew) {
       __syncwarp();
       if (lane.index == 0) middle_of(table)[0] = curve.AT_ZERO;
       tabulate(table, curve, lane);
@@ -113,12 +118,13 @@ struct Values {
     for (int k = 0; k < TALL; ++k) {
       const uint2 gate = lane.codes(tile, 0, part, k);
       const uint2 other = lane.codes(tile, Of::OTHER, part, k);
-      float factors[WIDE];
+      float gates[WIDE], factors[WIDE];
+      if constexpr (!curve.TABLE) to_floats(gates, gate);
       if constexpr (Of::STEEP) products(factors, other, lane.codes(tile, 1, part, k));
       else to_floats(factors, other);
 #pragma unroll
       for (int j = 0; j < WIDE; ++j) {
-        values[k][j] = factors[j] * lane.look_up(gate, j);
+        values[k][j] = factors[j] * (curve.TABLE ? lane.look_up(gate, j) : curve.silu(gates[j]));
         most = fmaxf(most, fabsf(values[k][j]));
       }
     }
@@ -166,12 +172,13 @@ DEVICE void write(Shared& shared, const Tile& tile, const Place& place, int part
   // Products of factors and of the largest value round four times: stochastic rounding wants less
   // than 127.
   multiplier *= STOCHASTIC ? UNIT * 0.9999995f : UNIT;
+  // Where one is infinite all values are below 2^-100 of their scales, and any codes are right.
+#pragma unroll
+  for (int b = 0; b < HELD; ++b) factor[b] = fminf(factor[b] * multiplier, LARGEST);
 #pragma unroll
   for (int b = 0; b < HELD; ++b) {
-    // Where it is infinite all values are below 2^-100 of their scales, and any codes are right.
-    const float of_part = fminf(factor[b] * multiplier, LARGEST);
     uint2 codes[TALL];
-    quantise<false>(codes, held[b], of_part, seed, row, column + b * SIDE, lane, Of::STREAM);
+    quantise<false>(codes, held[b], factor[b], seed, row, column + b * SIDE, lane, Of::STREAM);
     store(codes, row, column + b * SIDE, to, lane);
   }
 }
@@ -180,9 +187,11 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
                  const Arguments& p, const TableLane& lane) {
 #pragma unroll 1
   for (int begin = 0; begin < PARTS; begin += HELD) {
-    const int part = lane.warp * PARTS + begin;
+    int part = lane.warp * PARTS + begin;
     if constexpr (BACKWARD) {
       write<Dup>(shared, tile, place, part, seed, p, lane);
+      // Or registers would keep addresses of dup's for dgate, and others spill.
+      if constexpr (OUT_BLOCK == 64) asm volatile("" : "+r"(part));
       write<Dgate>(shared, tile, place, part, seed, p, lane);
     } else {
       write<Y>(shared, tile, place, part, seed, p, lane);
