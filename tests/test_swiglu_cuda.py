@@ -1,4 +1,4 @@
-"""swiglu's CUDA kernel: its machine code, legality and choice, and on a GPU every path through it."""
+"""swiglu's CUDA kernel: machine code, legality and choice, and on a GPU every path through it."""
 
 import dataclasses
 import itertools
