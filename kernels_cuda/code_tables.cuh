@@ -1,5 +1,5 @@
-// Tables over the 256 codes of a block that has one scale, in place of a formula at each element: of
-// floats, 0 midway, one per warp in shared memory.
+// Tables over the 256 codes of a block that has one scale, in place of a formula at each element:
+// of floats, 0 midway, one per warp in shared memory.
 #pragma once
 
 #include "tiles.cuh"

@@ -4,13 +4,14 @@
 // Blocks of the grid go over tiles, one turn each, while the next tiles are on their way to shared
 // memory. A tile is 16 parts of 32×32 codes, of which a warp has PARTS, side by side. A part has
 // one scale of the gate, so that a table over its 256 codes may take the place of the formula at
-// each element. A warp makes its own. A warp's 32 look-ups take 2.8 passes of shared memory, as some
-// share a bank, of codes of normal numbers: where these are what bounds a kernel, silu may be better
-// evaluated, which takes three instructions more. So LOOKED_UP is a choice; values are the same.
+// each element. A warp makes its own. A warp's 32 look-ups take 2.8 passes of shared memory, as
+// some share a bank, of codes of normal numbers: where these are what bounds a kernel, silu may be
+// better evaluated, which takes three instructions more. So LOOKED_UP is a choice; values are the
+// same.
 //
-// A lane keeps its values until the largest of the block that is written is known, to all warps that
-// have a part of it. Of both gradients at once they would be 128 in blocks of more than a part, so
-// dup is written first, then dgate from the codes anew.
+// A lane keeps its values until the largest of the block that is written is known, to all warps
+// that have a part of it. Of both gradients at once they would be 128 in blocks of more than a
+// part, so dup is written first, then dgate from the codes anew.
 #include "code_tables.cuh"
 #include "tile_codes.cuh"
 
@@ -49,8 +50,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "as the host counts them");
 
 // --- what is written -----------------------------------------------------------------------------
 
-// An output is a code of OTHER, and of up if STEEP, times the curve at the gate, times the scales of
-// FIRST and OTHER.
+// An output is a code of OTHER, and of up if STEEP, times the curve at the gate, times the scales
+// of FIRST and OTHER.
 struct Y {
   static constexpr int OUTPUT = 0, FIRST = 0, OTHER = 1, STREAM = 0;
   static constexpr bool STEEP = false;
@@ -71,7 +72,7 @@ struct Curve {
   static constexpr bool TABLE = STEEP || LOOKED_UP;
   float s, power;
 
-  // A scale beyond 1000 gives what 1000 does, 0 or z; z·σ(−z) would be NaN of one that is too large.
+  // A scale beyond 1000 gives what 1000 does, 0 or z; of an infinite z, z·σ(−z) would be NaN.
   DEVICE explicit Curve(float scale) : s(fminf(scale, 1e3f)), power(s * -LOG2E) {}
 
   DEVICE float silu(float q) const { return q * reciprocal_fast(1.0f + exp2_fast(q * power)); }
