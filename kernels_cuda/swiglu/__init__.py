@@ -1,11 +1,11 @@
 """SwiGLU's elementwise part and its gradients in CUDA C++: configuration, legality, launch.
 
 Instructions issued per element from blocks of 32 to blocks of 128, counted in the loop over tiles
-as compiled for sm_90, of which some 1.5 fetch the next tile, by one or two warps: forward, to nearest,
-14.0 for codes and 15.6 for both them and their transpose; stochastic 19.5 and 21.1; backward,
-stochastic, both, 40.6. Where silu is evaluated in place of a look-up 2.9 more. An H200 issues one
-per element of 8192×4096 in 1.13 µs at 1.755 GHz; its memory takes 23.7 µs forward for codes, 31.6
-for both and 55.3 backward for both. The kernel has not run on a GPU.
+as compiled for sm_90, of which some 1.5 fetch the next tile, by one or two warps: forward, to
+nearest, 14.0 for codes and 15.6 for both them and their transpose; stochastic 19.5 and 21.1;
+backward, stochastic, both, 40.6. Where silu is evaluated in place of a look-up 2.9 more. An H200
+issues one per element of 8192×4096 in 1.13 µs at 1.755 GHz; its memory takes 23.7 µs forward for
+codes, 31.6 for both and 55.3 backward for both. The kernel has not run on a GPU.
 """
 
 from __future__ import annotations
