@@ -30,11 +30,15 @@ DEVICE uint32_t pack(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 }
 
 // Random words of eight neighbours in each of four rows, as `philox` makes them: the rounds of the
-// rows side by side, so that the key's schedule is counted once.
-DEVICE void draw(Words (&words)[TALL], uint64_t seed, const int (&rows)[TALL], int column) {
+// rows side by side, so that the key's schedule is counted once. `stream`: one of
+// jetfire.reference.philox.
+DEVICE void draw(Words (&words)[TALL], uint64_t seed, const int (&rows)[TALL], int column,
+                 uint32_t stream = 0) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
 #pragma unroll
-  for (int k = 0; k < TALL; ++k) words[k] = {{uint32_t(column / WIDE), uint32_t(rows[k]), 0, 0}};
+  for (int k = 0; k < TALL; ++k) {
+    words[k] = {{uint32_t(column / WIDE), uint32_t(rows[k]), 0, stream}};
+  }
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
 #pragma unroll

@@ -3,7 +3,7 @@
 //
 // A block of the output may have several warps' parts. What a kernel quantises is held in registers
 // until the largest is known, HELD parts at a time. Its arguments have q, scale, qt and scale_t, m
-// and n.
+// and n, or the struct of an output that has a pitch of its own does.
 #pragma once
 
 #include "tiles.cuh"
@@ -30,12 +30,12 @@ DEVICE uint32_t largest(uint32_t (&slots)[PARTS_OF_TILE], const uint32_t (&most)
 // are not rounded by themselves. If EXACT they are, and only that of -amax may floor to -128.
 template <bool EXACT, class Part>
 DEVICE void quantise(uint2 (&to)[TALL], const Part& from, float multiplier, uint64_t seed,
-                     int row0, int column0, const Lane& lane) {
+                     int row0, int column0, const Lane& lane, uint32_t stream = 0) {
   Words words[TALL];
   if constexpr (STOCHASTIC) {
     const int rows[TALL] = {row0 + lane.row_at(0), row0 + lane.row_at(1), row0 + lane.row_at(2),
                             row0 + lane.row_at(3)};
-    draw(words, seed, rows, column0 + lane.column);
+    draw(words, seed, rows, column0 + lane.column, stream);
   }
 #pragma unroll
   for (int k = 0; k < TALL; ++k) {
@@ -57,6 +57,17 @@ DEVICE void quantise(uint2 (&to)[TALL], const Part& from, float multiplier, uint
   }
 }
 
+// Elements from row to row of the codes and scales that are written. An output whose rows may lie
+// apart has overloads of both.
+template <class Arguments>
+DEVICE int pitch_of(const Arguments& p) {
+  return p.n;
+}
+template <class Arguments>
+DEVICE int scale_pitch_of(const Arguments& p) {
+  return ceil_div(p.n, OUT_BLOCK);
+}
+
 template <class Arguments>
 DEVICE void store(const uint2 (&codes)[TALL], int row0, int column0, const Arguments& p,
                   const Lane& lane) {
@@ -65,11 +76,11 @@ DEVICE void store(const uint2 (&codes)[TALL], int row0, int column0, const Argum
   const int rows = QT_ACCESS == TALL ? (row < p.m ? TALL : 0) : p.m - row;
   const int columns = Q_ACCESS == WIDE ? (column < p.n ? WIDE : 0) : p.n - column;
   if constexpr (WRITES_Q) {
-    uint8_t* q = p.q + int64_t(row0 + lane.row) * p.n + column;
-    const int64_t two = int64_t(p.n) * (lane.exchanged ? -2 : 2);
+    uint8_t* q = p.q + int64_t(row0 + lane.row) * pitch_of(p) + column;
+    const int64_t two = int64_t(pitch_of(p)) * (lane.exchanged ? -2 : 2);
 #pragma unroll
     for (int k = 0; k < TALL; ++k) {
-      uint8_t* to = q + (k < 2 ? 0 : two) + k % 2 * p.n;
+      uint8_t* to = q + (k < 2 ? 0 : two) + k % 2 * pitch_of(p);
       const bool inside = QT_ACCESS == TALL ? rows > 0 : row0 + lane.row_at(k) < p.m;
       if (inside) store_row<Q_ACCESS>(to, codes[k], columns);
     }
@@ -94,7 +105,7 @@ DEVICE void store_scale(float scale, int part, int row, int column, const Argume
   const bool first = row_of(part) % OUT_BLOCK == 0 && column_of(part) % OUT_BLOCK == 0;
   if (!first || lane.index != 0 || row >= p.m || column >= p.n) return;
   const int64_t i = row / OUT_BLOCK, j = column / OUT_BLOCK;
-  if (WRITES_Q) p.scale[i * ceil_div(p.n, OUT_BLOCK) + j] = scale;
+  if (WRITES_Q) p.scale[i * scale_pitch_of(p) + j] = scale;
   if (WRITES_QT) p.scale_t[j * ceil_div(p.m, OUT_BLOCK) + i] = scale;
 }
 

@@ -177,7 +177,8 @@ DEVICE void fetch_codes(Ring& ring, int stage, int row0, int column0, const Argu
       copy_codes<TILE, THREADS>(codes[i], p.inputs[i], row0, column0, p.m, p.n, threadIdx.x);
     }
   }
-  if (threadIdx.x >= 32) return;
+  constexpr int LOADING = OPERANDS > 2 ? 64 : 32;  // threads, in whole warps
+  if (threadIdx.x >= LOADING) return;
   if (TMA && threadIdx.x == 0) {
     const uint32_t arrived = shared_address(&ring.arrived[stage]);
     barrier_expect(arrived, sizeof(codes));

@@ -219,7 +219,7 @@ class TilesKernel(TmaKernel):
 
     def default(self, problem: Any, device: Device) -> Any:
         """Return two tiles per block, and as many blocks as an SM has room for."""
-        config = PartsConfig()
+        config = self.Config()
         by_registers = fitting(config.warps, self.registers(problem, config))
         shared = self.shared_bytes(problem, config) + KEPT
         by_memory = (device.shared_bytes + KEPT) // shared

@@ -4,32 +4,15 @@
 // 1 − gelu'(x). What jetfire.kernels_triton.gelu says of the formulas and their fits holds here.
 #pragma once
 
+#include "code_tables.cuh"
 #include "config.cuh"
-#include "ptx.cuh"
 
-struct Pair {
-  float plus, minus;  // at a and −a
-};
-
-constexpr float LOG2E = 1.4426950408889634f;
 // 2·√(2/π)·(x + 0.044715·x³) = LINEAR·x + CUBIC·x³
 constexpr float LINEAR = 1.5957691216057308f, CUBIC = 0.07135481282652825f;
 constexpr float DENSITY = 0.3989422804014327f;  // 1/√(2π)
 // No |gelu(x)| is as large for any x below 0: the largest is 0.17004.
 constexpr float DIP = 0.1701f;
 constexpr float AT_ZERO = BACKWARD ? 0.5f : 0.0f;
-
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-DEVICE float reciprocal_fast(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // A block's curve: gelu(s·q)/s, or gelu'(s·q) if BACKWARD.
 struct Curve {

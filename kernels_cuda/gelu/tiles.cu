@@ -16,7 +16,7 @@
 
 constexpr int OPERANDS = BACKWARD ? 2 : 1;
 constexpr bool BY_CODE = !BACKWARD && !STOCHASTIC;
-constexpr int TABLE_BYTES = BY_CODE ? 256 : 4 * (256 + 4);
+constexpr int TABLE_BYTES = BY_CODE ? 256 : FLOAT_TABLE;
 // Of values. In it all are finite: whether one overflows fp32, its block's scale says.
 constexpr float UNIT = 0x1p14f;
 
@@ -40,16 +40,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "as the host counts them");
 
-struct TableLane : Lane {
-  int middle;  // of the warp's table of floats: its address in shared memory
-  DEVICE explicit TableLane(const Shared& shared)
-      // Not of `warp`: what all lanes have in common would be copied for each use.
-      : middle(shared_address(shared.tables[threadIdx.x / 32]) + TABLE_BYTES / 2) {}
-};
-
 // --- a part --------------------------------------------------------------------------------------
-
-DEVICE float finite_or_zero(float scale) { return fabsf(scale) <= LARGEST ? scale : 0.0f; }
 
 // A lane's codes, and the table of those to write for them.
 struct ByCode {
@@ -136,28 +127,14 @@ struct ByValue {
   float values[TALL][WIDE];
 
   static DEVICE void prepare(uint8_t* table, const TableLane& lane) {
-    if (lane.index == 0) middle(table)[0] = AT_ZERO;
-  }
-
-  static DEVICE float* middle(uint8_t* table) {
-    return reinterpret_cast<float*>(table + TABLE_BYTES / 2);
-  }
-
-  static DEVICE void tabulate(float* middle, const Curve& curve, const TableLane& lane) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int a = lane.index + 1 + 32 * j;
-      const Pair pair = curve(float(a));
-      middle[a] = pair.plus;
-      middle[-a] = pair.minus;
-    }
+    if (lane.index == 0) middle_of(table)[0] = AT_ZERO;
   }
 
   DEVICE float read(uint8_t* table, const Tile& tile, int part, const Curve& curve, bool anew,
                     const TableLane& lane) {
     if (anew) {
       __syncwarp();
-      tabulate(middle(table), curve, lane);
+      tabulate(table, curve, lane);
       __syncwarp();
     }
     float most = 0;
@@ -168,9 +145,7 @@ struct ByValue {
       if constexpr (BACKWARD) to_floats(dy, lane.codes(tile, 1, part, k));
 #pragma unroll
       for (int j = 0; j < WIDE; ++j) {
-        // A dot product with one of a word's bytes adds four times the code to the address.
-        const int word = j < 4 ? x.x : x.y;
-        const float entry = load_shared_float(__dp4a(word, 4 << j % 4 * 8, lane.middle));
+        const float entry = lane.look_up(x, j);
         values[k][j] = BACKWARD ? dy[j] * entry : entry;
         most = fmaxf(most, fabsf(values[k][j]));
       }
@@ -246,7 +221,7 @@ DEVICE void turn(Shared& shared, const Tile& tile, const Place& place, uint64_t 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     tiles(const __grid_constant__ Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const TableLane lane(shared);
+  const TableLane lane(shared.tables[threadIdx.x / 32]);
   const uint64_t seed = STOCHASTIC ? *p.seed : 0;
   const int down = ceil_div(p.m, TILE), across = ceil_div(p.n, TILE);
   const Place step(gridDim.x, across);
