@@ -40,14 +40,16 @@ def fullest(problem, warps, looked_up):
 
 
 def crowded(how, out_block, warps, looked_up):
-    """Of codes in boxes and words, then of any address and size."""
+    """Of codes in boxes and words, then where silu is looked up of any address and size."""
     fields = {"mode": how[0], "rounding": how[1], "layout": "both"}
     problem = problem_of(**fields, block=32, out_block=out_block)
     config = fullest(problem, warps, looked_up)
-    return (problem, config), (problem, config, ANYWHERE)
+    return (problem, config), *([(problem, config, ANYWHERE)] if looked_up else [])
 
 
-CROWDS = tuple(itertools.product(HOW, BLOCKS, (8, 16), (True, False)))
+# How silu is made has nothing to do with how many warps there are, nor with addresses.
+CHOICES = (8, True), (16, True), (8, False)
+CROWDS = tuple((how, block, *one) for how in HOW for block in BLOCKS for one in CHOICES)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +60,12 @@ def crowds():
 @pytest.mark.parametrize(("how", "out_block", "warps", "looked_up"), CROWDS)
 def test_nothing_spills(crowds, how, out_block, warps, looked_up):
     """With as many blocks as fit."""
-    found, anywhere = (crowds[case] for case in crowded(how, out_block, warps, looked_up))
+    found, *anywhere = (crowds[case] for case in crowded(how, out_block, warps, looked_up))
     # There two registers that are the same for all tiles are loaded once in each.
     few = how == ("bwd", "stochastic") and out_block == 64
     assert found.spills <= (2 if few else 0), found.registers
     assert "UTMALDG" in found.instructions
-    assert anywhere.spills == 0
+    assert all(one.spills == 0 for one in anywhere)
 
 
 def laid_out(layout, block):
