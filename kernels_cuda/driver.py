@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ ELEMENT_BYTES = {"int8": 1, "fp16": 2, "fp32": 4, "bf16": 2}
 SWIZZLES = {32: 1, 64: 2, 128: 3}
 PROMOTE_TO_256_BYTES = 3
 NO_MAP = bytes(128)
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(JetfireError):
@@ -36,6 +37,14 @@ def missing() -> str | None:
 @cache
 def _libcuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _make_current() -> None:
+    """Make the context of the thread's device the thread's current one."""
+    import torch
+    from cupy.cuda import runtime
+
+    runtime.setDevice(torch.cuda.current_device())
 
 
 @lru_cache(maxsize=16384)
@@ -59,7 +68,8 @@ def tensor_map(
     storage = (ctypes.c_uint64 * 24)()
     start = ctypes.addressof(storage)
     aligned = start + -start % 64
-    code = _libcuda().cuTensorMapEncodeTiled(
+    encode = partial(
+        _libcuda().cuTensorMapEncodeTiled,
         ctypes.c_void_p(aligned),
         DATA_TYPES[dtype],
         2,
@@ -73,6 +83,12 @@ def tensor_map(
         PROMOTE_TO_256_BYTES,
         0,
     )
+    code = encode()
+    if code == INVALID_CONTEXT:
+        # This is the thread's first call of CUDA, as where a gradient's first kernel is ours:
+        # autograd's thread has no context until then. CuPy's loads and launches make it current.
+        _make_current()
+        code = encode()
     if code:
         raise DriverError(
             f"cuTensorMapEncodeTiled: error {code} for {rows}x{columns} {dtype}, pitch {pitch}, "

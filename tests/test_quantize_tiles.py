@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -218,3 +219,19 @@ def test_a_config_does_not_show_in_the_result(device):
         found = op.outputs(problem, inputs)
         launch(kernel, problem, config, inputs, found)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.gpu
+def test_a_thread_s_first_call_of_cuda_may_be_ours(device):
+    """Autograd's is where a gradient's first kernel is this one; the second finds its maps made."""
+    problem, kernel = problem_of("quantize", 344, 1096), kernel_of("quantize")
+    op = registry.get("quantize")
+    inputs = op.inputs(problem, device)
+    config = kernel.default(problem, device_of(device))
+    for _ in range(2):
+        outputs = op.poison(problem, op.outputs(problem, inputs))
+        torch.cuda.synchronize(device)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(launch, kernel, problem, config, inputs, outputs).result()
+        result = op.check(problem, outputs, op.reference(problem, inputs))
+        assert result.ok, result.message
