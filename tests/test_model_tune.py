@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jetfire.cli import execute
-from jetfire.core import registry
+from jetfire.core import profiles, registry
 from jetfire.core.device import Device
 from jetfire.models import bench, tuning
 
@@ -52,6 +52,19 @@ def test_named_kernels_take_the_place_of_those_that_the_step_calls():
     assert problems("int8", "int_mm", "torch") == usual
     assert problems("int8", "int_mm") == {"gemm": usual["gemm"]}
     assert problems("int8", "tiles") == {}  # it takes no CPU
+
+
+def test_the_step_s_own_kernel_is_tuned_beside_a_named_one_unless_it_is_known(monkeypatch):
+    """Of the two the faster runs only where both were tuned."""
+    case = bench.case_of("hf:gpt2-124m", SIZES, ("int8",), CPU)
+    usual = tuning.cases(case, "int8", CPU)
+    (own,) = (name for name, cases in usual.items() if any(c.op.name == "gemm" for c in cases))
+    assert own != "int_mm"
+    both = tuning.cases(case, "int8", CPU, ("int_mm",))
+    assert both.keys() == {"int_mm", own}
+    assert both["int_mm"] == both[own] == [c for c in usual[own] if c.op.name == "gemm"]
+    monkeypatch.setattr(profiles, "exact", lambda *_: object())
+    assert tuning.cases(case, "int8", CPU, ("int_mm",)).keys() == {"int_mm"}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def run(
         o.listed(
             "--kernel",
             "NAME",
-            "Instead of those that the step calls, these of its ops.",
+            "These, where they take the step's problems; its own only where untuned.",
             complete=o.complete_kernel,
         ),
     ] = None,

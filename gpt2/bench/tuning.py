@@ -48,7 +48,8 @@ def planned(
     """Return the problems that a step gives each kernel, by its name, found by taking it.
 
     Args:
-        kernels: instead of those that the step calls, these of the same ops that take the problem.
+        kernels: instead of those that the step calls, these of the same ops that take the problem;
+            and the step's own where it is not tuned, as which is faster is known of tuned ones.
     """
     profiles.forget()  # and what was asked for before
     with warnings.catch_warnings():
@@ -64,7 +65,9 @@ def planned(
             if kernel.name in kernels
             and kernel.legal(problem, kernel.default(problem, device), device) is None
         ]
-        for kernel in named if kernels else [call.kernel]:
+        if not kernels or (named and not profiles.exact(call.op, call.kernel, problem, device)):
+            named.append(call.kernel)
+        for kernel in dict.fromkeys(named):
             found.setdefault(kernel.name, []).append(Case(call.op, problem))
     return found
 
