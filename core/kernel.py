@@ -44,7 +44,8 @@ class Kernel(ABC):
         backend: what it is written in: cpu (torch, for the CPU alone), cuda, triton, or python for
             any other call.
         candidate: it is not tuned yet for all problems that profiles are shipped for, so it runs
-            where no other kernel takes the problem, or where a profile has it as the fastest.
+            where no other kernel takes the problem, or where it was tuned for just this problem on
+            this device, and no other one was that is faster.
         choices: the values that a tuner may try for each config field.
     """
 

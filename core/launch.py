@@ -26,15 +26,20 @@ _said: set[tuple[str, ...]] = set()
 def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     """Return a kernel that takes a problem on a device, with its tuned, nearest or default config.
 
-    It is the first that takes the problem, candidates last. Where that one was tuned for exactly
-    this problem, it is the fastest of all that were, on the same device.
+    It is the first that takes the problem, candidates last that were not tuned for exactly this one
+    on this device. Where the first was tuned for exactly it, it is the fastest of all that were, on
+    the same device.
 
     Raises:
         UsageError: no kernel takes it; the message has each one's reason. Or profiles are strict,
             and the first was not tuned for this problem.
     """
+
+    def waits(kernel: Kernel) -> bool:
+        return kernel.candidate and profiles.exact(op, kernel, problem, device) is None
+
     reasons = []
-    for kernel in sorted(registry.kernels(op.name).values(), key=lambda k: k.candidate):
+    for kernel in sorted(registry.kernels(op.name).values(), key=waits):
         found = profiles.find(op, kernel, problem, device)
         reason = None
         if found.source == "default":

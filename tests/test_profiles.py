@@ -691,6 +691,21 @@ def test_the_fastest_is_chosen_of_kernels_tuned_for_a_problem(monkeypatch):
     assert choose(GEMM, gemm(), H200)[0].name == "second"
 
 
+def test_a_candidate_runs_where_it_was_tuned_and_no_other_kernel_is_known_as_faster(monkeypatch):
+    kernels = {name: Toy(name) for name in ("candidate", "first")}
+    kernels["candidate"].candidate = True
+    monkeypatch.setattr(registry, "kernels", lambda _: kernels)
+    save_for(H100, entry(gemm(), kernel="candidate", ms=1.0))
+    with pytest.warns(JetfireWarning):
+        assert choose(GEMM, gemm(), H200)[0].name == "first"
+    save(entry(gemm(), kernel="candidate", ms=2.0))
+    assert choose(GEMM, gemm(), H200)[0].name == "candidate"
+    save(entry(gemm(), kernel="first", ms=1.5))
+    assert choose(GEMM, gemm(), H200)[0].name == "first"
+    save(entry(gemm(), kernel="first", ms=2.5))
+    assert choose(GEMM, gemm(), H200)[0].name == "candidate"
+
+
 def test_a_choice_is_made_once_until_profiles_change(toy, monkeypatch):
     asked = []
     legal = Toy.legal

@@ -103,3 +103,20 @@ def test_a_tile_is_not_taken_for_another_rounding_or_layout_that_it_was_slow_for
     assert profiles.find(of, kernel, tuned, H200).source == "tuned"
     other = dataclasses.replace(tuned, **{field: value})
     assert profiles.find(of, kernel, other, H200).source == "default"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_what_was_tuned_is_what_runs_unless_another_is_faster(shipped, name):
+    device = dataclasses.replace(H200, name=name)
+    unused = []
+    for file in sorted((shipped / profiles.device_slug(device)).glob("*.json")):
+        op = registry.get(file.stem)
+        for entry in profiles.read(file):
+            problem = op.Problem.parse(entry.problem)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", JetfireWarning)
+                kernel, _ = choose(op, problem, device)
+            found = profiles.exact(op, kernel, problem, device)
+            if found is None or found.entry is None or found.entry.ms > entry.ms:
+                unused.append(f"{named(op.name, entry)}: {kernel.name} runs")
+    assert unused == []
