@@ -39,7 +39,7 @@ def run(
         o.listed(
             "--peer",
             "NAME",
-            "Only these beside eager: compile, fp8_tensorwise, fp8_rowwise, …",
+            "Only these beside eager, or none: compile, fp8_tensorwise, fp8_rowwise, …",
             o.STEP_PEERS,
         ),
     ] = None,

@@ -284,7 +284,13 @@ def _integers(problem: Problem, changes: Mapping[str, str]) -> dict[str, int]:
 
 
 def peers_of(names: Sequence[str], known: Iterable[str] = PEERS) -> list[str]:
-    """Peers by name; all where none is given."""
+    """Return peers by name: all where no name is given; ``none`` is BF16 eager alone.
+
+    Raises:
+        UsageError: a name is no peer's.
+    """
+    if list(names) == ["none"]:
+        return [EAGER]
     for name in names:
         if name not in known:
             raise unknown(f"--peer {name}", name, known)

@@ -494,7 +494,7 @@ def run(
                 f"{case} is for a GPU: expected one, or a smaller case: jetfire "
                 "train bench tiny runs here"
             )
-    for peer in asked.peers if device.kind == "cpu" else ():
+    for peer in peers if asked.peers and device.kind == "cpu" else ():
         if peer != EAGER:
             terminal.note(f"{peer} left out: runs on a GPU only")
     rounds = asked.rounds or (12 if device.kind == "cuda" else 5)
