@@ -81,12 +81,17 @@ def cells(row: Row) -> dict[str, str]:
         "MHz": f"{fixed(row.sm_mhz)}{'!' if row.throttled else ''}",
         "W": fixed(row.watts),
         "SQNR dB": fixed(row.sqnr_db, 1),
-        "error": "WRONG" if row.ok is False else error_text(row.rel_err),
+        "error": "WRONG" if row.ok is False else _error(row),
     }
     always = ("time", "rate")
     return {
         name: "" if text == NOTHING and name not in always else text for name, text in texts.items()
     }
+
+
+def _error(row: Row) -> str:
+    text = error_text(row.rel_err)
+    return f"{text}†" if "noise" in row.extra and text != NOTHING else text
 
 
 def _shown(rows: Sequence[Row]) -> list[str]:
@@ -144,7 +149,7 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
             lines.append([text, name, *(texts[column] for column in shown)])
     tables = [Table(["problem", "kernel", *shown], lines, (0, 1)), *splits(rows)]
     tables += counters.tables(rows)
-    said = [f"- {line}" for line in counters.sentences(rows)]
+    said = [f"- {line}" for line in (*counters.sentences(rows), *footnotes(rows))]
     head = f"### {rows[0].op} {problem_text(varying(rows)[0])}".rstrip()
     parts = [f"{head}\n", f"{title}\n", *(table.markdown() for table in tables)]
     return "\n".join([*parts, *said, *([""] if said else [])])
@@ -179,5 +184,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     """Return what a reader must know to read the table."""
     reasons = sorted({reason for row in rows for reason in row.throttled or ()})
     held = f"! the clock was held down while it ran: {', '.join(reasons)}"
+    noises = [f"{share(row.extra['noise'])} ({row.label})" for row in rows if "noise" in row.extra]
+    along = f"† of the part along BF16's gradient; the rest is noise, of {', '.join(noises)}"
     found = [row.extra["counters"] for row in counters.counted(rows)]
-    return [*([held] if reasons else []), *counters.footnotes(found)]
+    said = ([held] if reasons else []) + ([along] if noises else [])
+    return [*said, *counters.footnotes(found)]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -642,6 +643,24 @@ def test_a_cpu_says_which_peers_it_leaves_out(capsys):
     said = capsys.readouterr()
     assert "compile left out: runs on a GPU only" in said.err
     assert "eager" in said.out
+
+
+def test_no_peer_is_eager_alone(capsys):
+    assert execute("train", [*WORDS, "--recipe", "int8-block32", "--peer", "none"]) == 0
+    said = capsys.readouterr()
+    assert "left out" not in said.err
+    assert "† " not in said.out
+
+
+@pytest.mark.parametrize("form", ["table", "md"])
+def test_an_error_of_a_part_alone_says_so(form, capsys):
+    """Of a noisy recipe it may be less than that of one with less noise."""
+    words = ["--recipe", "int8,int8-kept4", "--peer", "none", "--format", form]
+    assert execute("train", [*WORDS, *words]) == 0
+    out = capsys.readouterr().out
+    (marked,) = (line for line in out.splitlines() if "e-" in line and "†" in line)
+    assert "int8-kept4" in marked
+    assert re.search(r"† of the part along BF16's .* noise, of [\d.]+% \(int8-kept4\)", out)
 
 
 @pytest.mark.parametrize("name", ["block", "wide"])
