@@ -106,9 +106,10 @@ def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | Non
     if inputs is not None:
         places = tiles.places(inputs, INPUTS)
         streams += tiles.places(inputs, ("dsum",))
+    apart = tiles.in_boxes(streams)
     if inputs is not None and "dsum" in inputs:
-        streams.append(address((outputs or {}).get("dx")))
-    stream = 2 if any(place % 16 for place in streams) else 16
+        apart = apart and address((outputs or {}).get("dx")) % 16 == 0
+    stream = 16 if apart else 2
     return Access(tiles.in_boxes(places), *tiles.write_access(m, n, outputs), stream)
 
 

@@ -122,8 +122,9 @@ def places(inputs: Tensors, names: Sequence[str]) -> list[int]:
 
 def write_access(m: int, n: int, outputs: Tensors | None) -> tuple[int, int]:
     """Return the bytes per access to codes, m×n, and to their transpose."""
-    q = address((outputs or {}).get("q"))  # in place it is an input, whose alignment is any
-    return 1 if n % 8 or q % 8 else 8, 1 if m % 4 else 4
+    # In place q is an input, whose alignment is any; and both may be given, as a part of a buffer.
+    q, qt = (address((outputs or {}).get(name)) for name in ("q", "qt"))
+    return 1 if n % 8 or q % 8 else 8, 1 if m % 4 or qt % 4 else 4
 
 
 def codes_map(codes: torch.Tensor | None, access: Access, rows: int = TILE) -> bytes:
