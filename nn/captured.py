@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from jetfire.core.errors import UsageError
+from jetfire.nn.made import within_capture
 from jetfire.nn.optimizer import replaying
 
 # Those that are in use.
@@ -143,9 +144,11 @@ def beside(stream: torch.cuda.Stream) -> Iterator[None]:
     """
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 @contextmanager
@@ -160,7 +163,11 @@ def captured(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator
     # loader of data pins memory.
     mode = "thread_local"
     try:
-        with _own_workspaces(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        with (
+            within_capture(),
+            _own_workspaces(),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode=mode),
+        ):
             yield
     except RuntimeError as error:
         leave_capture(stream.device)

@@ -29,7 +29,7 @@ from jetfire.core.problem import Block, Codes, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
-from jetfire.nn.made import MadeOfWeight
+from jetfire.nn.made import MadeOfWeight, RenewedByMode, capturing
 from jetfire.nn.products import FLOATS, Handoff, Placed, checked_weight, keys_for_backward
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
 from jetfire.ops import (
@@ -251,7 +251,7 @@ def _out_by_in(weight: Tensor, transposed: bool) -> Tensor:
 _WeightCodes = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-class _Int4Layer(nn.Module):
+class _Int4Layer(RenewedByMode):
     """What the layers share: the group of the transform, and the weight's codes.
 
     Attributes:
@@ -325,9 +325,7 @@ class _Int4Layer(nn.Module):
             assert wt.wide is not None
             return w.wide, w.scale, wt.wide, None
 
-        # Codes made in a CUDA graph are there only once it is replayed, and it must renew its own.
-        key = (group, _capturing(weight))
-        return self._codes.found(weight, key, make)
+        return self._codes.found(weight, group, make)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -344,7 +342,7 @@ class _Int4Layer(nn.Module):
             dist.broadcast(choice, 0)
             group = int(choice)
         usable = x.any() & x.isfinite().all()
-        if self.training and not _capturing(x) and bool(usable):
+        if self.training and not capturing(x) and bool(usable):
             self.searched.fill_(group)
             self._searched = as_group(group)
         return as_group(group)
@@ -367,13 +365,6 @@ class _Int4Layer(nn.Module):
             f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, "
             f"group={self.int4.group}, gradient={self.int4.gradient}"
         )
-
-
-def _capturing(tensor: Tensor) -> bool:
-    """Return whether what is launched on its device becomes part of a CUDA graph."""
-    if torch.compiler.is_compiling() or not tensor.is_cuda:
-        return False
-    return torch.cuda.is_current_stream_capturing()
 
 
 def is_int4_state(name: str) -> bool:

@@ -18,6 +18,7 @@ from jetfire.core.fused import Fused
 from jetfire.core.problem import Block, FloatName
 from jetfire.core.tensors import Quantized
 from jetfire.nn.fallback import Fallback
+from jetfire.nn.made import RenewedByMode
 from jetfire.nn.products import (
     FLOATS,
     Int8Weights,
@@ -227,7 +228,7 @@ def applied(
     return y if input.dim() == 2 else y.reshape(*input.shape[:-1], outputs)
 
 
-class Int8Linear(nn.Linear, Int8Weights):
+class Int8Linear(RenewedByMode, nn.Linear, Int8Weights):
     """`torch.nn.Linear` with INT8 products; parameters, state dict and initialisation are its own.
 
     Args:
@@ -291,7 +292,7 @@ class Int8Linear(nn.Linear, Int8Weights):
         return f"{super().extra_repr()}, {_precision(self)}"
 
 
-class Int8Conv1D(nn.Module, Int8Weights):
+class Int8Conv1D(RenewedByMode, Int8Weights):
     """x·W + b in INT8, W stored in×out: the linear layer of `transformers`' GPT-2.
 
     Args:

@@ -21,6 +21,7 @@ from jetfire.nn.flow import (
     product_of,
 )
 from jetfire.nn.linear import Int8Linear
+from jetfire.nn.made import wait_for
 from jetfire.nn.products import Placed, checked_block
 from jetfire.nn.sizes import check_llama
 
@@ -160,7 +161,10 @@ class Int8LlamaBlock(StreamBlock):
         )
 
 
-_tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+_Tables = tuple[Tensor, Tensor]
+# With the stream where they were made. What graphs read is kept for good.
+_tables: dict[tuple[Any, ...], tuple[_Tables, torch.cuda.Stream | None]] = {}
+_tables_of_graphs: dict[tuple[Any, ...], _Tables] = {}
 
 
 def rotary_tables(
@@ -171,16 +175,22 @@ def rotary_tables(
     Those of the last lengths are kept; not what is traced, or made while a CUDA graph is captured.
     """
     key = length, batch, head, theta, device
+    cuda = device.type == "cuda"
+    captured = cuda and torch.cuda.is_current_stream_capturing()
     if key in _tables:
-        return _tables[key]
+        made, stream = _tables[key]
+        if captured:
+            _tables_of_graphs[key] = made
+        if stream is not None and not torch.compiler.is_compiling():
+            wait_for(stream, made)
+        return made
     with torch.inference_mode(False):  # or backward could not save them
         pairs = torch.arange(0, head, 2, dtype=torch.float64, device=device) / head
         positions = torch.arange(length, dtype=torch.float64, device=device)
         angles = torch.outer(positions, theta**-pairs).repeat(batch, 1)
         made = angles.cos().float(), angles.sin().float()
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if type(made[0]) is Tensor and not captured and not torch.compiler.is_compiling():
         if len(_tables) == _MOST_TABLES:
             _tables.clear()
-        _tables[key] = made
+        _tables[key] = made, torch.cuda.current_stream(device) if cuda else None
     return made

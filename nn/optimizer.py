@@ -23,7 +23,7 @@ from jetfire.core.problem import Block, Rounding
 from jetfire.core.tensors import Quantized
 from jetfire.nn import moments
 from jetfire.nn.linear import quantised_weights
-from jetfire.nn.made import stamp, weights_changed
+from jetfire.nn.made import Stamp, stamp, weights_changed
 from jetfire.nn.products import QuantisedWeight, is_dtensor, own_part
 from jetfire.nn.streams import branches
 from jetfire.ops import int8_adamw, int8_adamw8
@@ -45,7 +45,7 @@ class _Weight:
     cache: QuantisedWeight
     block: Block
     codes: Quantized | None = None
-    stamp: tuple[int, int] = (0, 0)
+    stamp: Stamp | None = None
 
     def room(self) -> Quantized | None:
         """Return what to write codes into: the layer's own at first, so that there is one copy.
@@ -68,6 +68,7 @@ class _Weight:
     def leave(self) -> None:
         """Give the layer the codes, as those of the weight when they were made."""
         assert self.codes is not None
+        assert self.stamp is not None
         self.cache.put(self.weight, self.block, self.codes, self.stamp)
 
 
@@ -117,7 +118,7 @@ class AdamW(torch.optim.AdamW):
             if name not in _REFUSED:
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
         self._bits, self._rounding, self._seed = bits, rounding, seed
-        self._keys: dict[tuple[int, ...], torch.Tensor] = {}
+        self._keys: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, fused=True, **refused
         )
@@ -235,10 +236,10 @@ class AdamW(torch.optim.AdamW):
         for device in dict.fromkeys(param.device for param, _ in counted):
             here = [pair for pair in counted if pair[0].device == device]
             own = tuple(numbers[param] for param, _ in here)
-            if own not in self._keys:  # a graph may not copy them from the host
+            if (device, own) not in self._keys:  # a graph may not copy them from the host
                 high = [(self._seed * 1_000_003 + number) % 2**31 << 32 for number in own]
-                self._keys[own] = torch.tensor(high, dtype=torch.int64, device=device)
-            keys = torch.stack([step for _, step in here]).long() + self._keys[own]
+                self._keys[device, own] = torch.tensor(high, dtype=torch.int64, device=device)
+            keys = torch.stack([step for _, step in here]).long() + self._keys[device, own]
             found |= {param: keys[i : i + 1] for i, (param, _) in enumerate(here)}
         return found
 
@@ -337,8 +338,10 @@ def replaying(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             if found is not mine.codes:
                 for to, source in zip(mine.codes.tensors, found.tensors, strict=True):
                     to.copy_(source)
-    yield
-    weights_changed()
+    try:
+        yield
+    finally:
+        weights_changed()  # a replay that was interrupted may have changed them all the same
     for mine in weights:
         assert mine.codes is not None
         mine.written(mine.codes)

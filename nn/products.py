@@ -16,7 +16,7 @@ from jetfire.core.fused import composed
 from jetfire.core.problem import Block, FloatName, Layout, Rounding
 from jetfire.core.tensors import Quantized, blocks_of, ceil_div
 from jetfire.nn.gathered import GatheredWeight
-from jetfire.nn.made import MadeOfWeight
+from jetfire.nn.made import MadeOfWeight, Stamp
 from jetfire.nn.recipes import Kept
 from jetfire.ops import (
     int4_pack,
@@ -323,9 +323,9 @@ class QuantisedWeight(MadeOfWeight[Quantized]):
         checked_weight(weight)
         return self.found(weight, block, lambda: quantised_weight(weight, block))
 
-    def put(self, weight: torch.Tensor, block: int, codes: Quantized, of: tuple[int, int]) -> None:
-        """Take codes made elsewhere, of the weight as it was when its `stamp` was `of`."""
-        self._keep(weight, block, codes, of)
+    def put(self, weight: torch.Tensor, block: int, codes: Quantized, of: Stamp) -> None:
+        """Take codes that an optimizer renews, of the weight when its `stamp` was `of`."""
+        self._keep(weight, block, codes, of, captured=None)
 
 
 def quantised_weight(weight: torch.Tensor, block: Block, layout: Layout = "both") -> Quantized:

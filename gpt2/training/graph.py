@@ -90,6 +90,8 @@ class SplitStep:
     def _capture(self, micros: Sequence[Micro]) -> None:
         step = self.step
         self._inputs = [(ids.clone(), targets.clone()) for ids, targets in micros]
+        with replaying(step.optimizer):
+            pass  # so that all weights' codes are made in the graph, but those that an update makes
         step.optimizer.zero_grad(set_to_none=True)
         gradients, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with captured(gradients, self._stream):
