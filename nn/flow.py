@@ -620,7 +620,9 @@ class JoinedWeights(MadeOfWeight[Quantized]):
         if any(isinstance(layer.weight, GatheredWeight) for layer in layers):
             return joined([layer.codes() for layer in layers])
         weights = (layer.weight for layer in others)
-        return self.found(first.weight, first.block, lambda: self._join(layers), *weights)
+        forgotten = (layer.int8_weights()[0][1].forgotten for layer in layers)
+        key = first.block, *forgotten
+        return self.found(first.weight, key, lambda: self._join(layers), *weights)
 
     def _join(self, layers: Sequence[Int8Linear]) -> Quantized:
         """Take the codes that the layers keep, which an optimizer may renew; else make them."""

@@ -48,7 +48,10 @@ class MadeOfWeight(Generic[Made]):
         self._key: tuple[Stamp, Hashable, int] | None = None
         self._made: Made | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._captured: bool | None = None  # whether it was made in a capture; None of an optimizer
+        self._captured: bool | None = (
+            False  # whether it was made in a capture; None of an optimizer
+        )
+        self.forgotten = 0  # how often
 
     def found(
         self, weight: torch.Tensor, key: Hashable, make: Callable[[], Made], *beside: torch.Tensor
@@ -79,6 +82,11 @@ class MadeOfWeight(Generic[Made]):
         if self._stream is not None:
             wait_for(self._stream, made)
         return made
+
+    def forget(self) -> None:
+        """Drop what was made, unless an optimizer renews it."""
+        if self._captured is not None:
+            self._made, self.forgotten = None, self.forgotten + 1
 
     @property
     def latest(self) -> Made | None:
@@ -123,8 +131,9 @@ def weights_changed(*_: object) -> None:
     """Have every weight quantised anew: call it where they change and no optimizer's step ran.
 
     Changes that torch sees (in-place operations, a loaded state dict, another tensor as the
-    weight's `data`) need no call, nor do any before `train` or `eval` changes the mode. Others in
-    place through `weight.data` do: an update by hand, an adapter that is merged.
+    weight's `data`) need no call, nor do any before `train` or `eval` changes the mode, unless
+    `AdamW` of this package renews the codes. Others in place through `weight.data` do: an update by
+    hand, an adapter that is merged.
     """
     global _changes
     _changes += 1
@@ -134,15 +143,18 @@ register_optimizer_step_post_hook(weights_changed)
 
 
 class RenewedByMode(nn.Module):
-    """A layer whose weight's codes are made anew where `train` or `eval` changes its mode.
+    """A module that makes of weights anew what it keeps, where `train` or `eval` changes its mode.
 
     About these, averaged weights are swapped in and out through `data`, which torch does not count.
+    What an optimizer renews stays: there is one copy of it.
     """
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as any module does."""
         if mode != self.training:
-            weights_changed()
+            for value in vars(self).values():
+                if isinstance(value, MadeOfWeight):
+                    value.forget()
         return super().train(mode)
 
 

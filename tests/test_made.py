@@ -64,6 +64,27 @@ def test_a_change_of_mode_renews_what_was_changed_through_data(layer):
     assert torch.equal(of_x(layer.train()), before)
 
 
+def test_a_change_of_mode_renews_joined_weights():
+    block = Int8LlamaBlock(128, 2, block=32, device="cpu")
+
+    def joined():
+        return [made.of(layers).q for made, layers in block.joined_groups()]
+
+    before = joined()
+    assert all(a is b for a, b in zip(joined(), before, strict=True))
+    block.eval()
+    assert all(a is not b for a, b in zip(joined(), before, strict=True))
+
+
+def test_codes_that_an_optimizer_renews_outlast_a_change_of_mode():
+    layer = Int8Linear(64, 64, device="cpu")
+    updates = AdamW(layer.parameters(), model=layer)
+    of_x(layer).sum().backward()
+    updates.step()
+    renewed = layer.codes()
+    assert layer.eval().codes() is renewed
+
+
 def test_a_graph_takes_nothing_that_was_made_before_it_and_leaves_nothing(monkeypatch):
     layer = Int8Linear(64, 64, device="cpu")
     eager = layer.codes()
