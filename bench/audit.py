@@ -17,8 +17,9 @@ from typing import Any
 from jetfire.bench.progress import watch
 from jetfire.core import broken, registry, terminal
 from jetfire.core.device import Device, capability_of, target_device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.core.kernel import Kernel
+from jetfire.core.launch import needs_another_device
 from jetfire.core.machine_code import Audit, Cubin, audit, audits
 from jetfire.measure.plan import Case
 from jetfire.report import output
@@ -45,9 +46,11 @@ def run(
 
     Raises:
         UsageError: no kernel has machine code for any of it.
+        NoDeviceError: nor on these architectures, but one has on another.
     """
     work = []
     reasons: dict[str, None] = {}
+    elsewhere = False
     for case, device in product(cases, devices):
         for kernel in registry.kernels(case.op.name).values():
             if kernel_names and kernel.name not in kernel_names:
@@ -55,6 +58,7 @@ def run(
             config = kernel.default(case.problem, device)
             if reason := kernel.legal(case.problem, config, device):
                 reasons[f"{kernel.name}: {reason}"] = None
+                elsewhere |= needs_another_device(kernel, case.problem, device)
             else:
                 work.append((case, device, kernel))
     compiled: list[tuple[Case, Device, Kernel, Cubin]] = []
@@ -78,7 +82,8 @@ def run(
         )
     if not rows:
         none = "no kernel with machine code takes these problems on these architectures"
-        raise UsageError(": ".join(filter(None, (none, "; ".join(reasons)))))
+        kind = NoDeviceError if elsewhere else UsageError
+        raise kind(": ".join(filter(None, (none, "; ".join(reasons)))))
 
 
 def _print(found: Mapping[Case, Sequence[Mapping[str, Any]]]) -> None:

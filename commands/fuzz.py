@@ -62,6 +62,9 @@ def run(
     version: o.Version = False,
 ) -> None:
     """Random problems, configs, values and layouts against the reference; failures are saved."""
+    if reproduce is not None:
+        useful = ("reproduce", "ops", "load", "sanitizer", "device", "interpreter")
+        o.alone(run, f"--reproduce {reproduce}", locals(), *useful)
     from jetfire.core import registry
     from jetfire.measure import plan
 

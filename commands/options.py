@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -57,6 +57,28 @@ def request(given: Mapping[str, Any], **more: Any) -> Request:
     names = inspect.signature(plan.parse).parameters.keys() & given.keys()
     found = {name: given[name] for name in names if given[name] is not None}
     return plan.parse(**{"ops": (), **found, **more})
+
+
+def alone(command: Callable[..., Any], named: str, given: Mapping[str, Any], *useful: str) -> None:
+    """Refuse options that would have no effect beside one.
+
+    Args:
+        named: the one, as the error names it.
+        given: the command's arguments by name, as `locals` has them.
+        useful: parameters that have an effect.
+
+    Raises:
+        UsageError: another is given.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    lost = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in useful or given[name] in (parameter.default, None, []):
+            continue
+        # Its first flag is what Typer calls a declaration's default within Annotated.
+        lost.append(hints[name].__metadata__[0].default)
+    if lost:
+        raise UsageError(f"{named}: leave out {', '.join(lost)}: no effect beside it")
 
 
 # From a text to its value.

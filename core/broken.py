@@ -37,7 +37,7 @@ def loading(what: str, folder: Path) -> Iterator[None]:
         raise
     except SyntaxError as error:
         raise _unloadable(what, error, error.filename, error.lineno, _said(error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # it may end its process, but not ours
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
         last = (inside or frames)[-1]
@@ -46,7 +46,7 @@ def loading(what: str, folder: Path) -> Iterator[None]:
 
 
 def _unloadable(
-    what: str, error: Exception, file: str | None, line: int | None, details: str
+    what: str, error: BaseException, file: str | None, line: int | None, details: str
 ) -> UsageError:
     reason = str(error.msg if isinstance(error, SyntaxError) else error)
     made = UsageError(f"{file}:{line}: {what} cannot be loaded: {type(error).__name__}: {reason}")

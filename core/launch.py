@@ -34,12 +34,8 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
         UsageError: no kernel takes it; the message has each one's reason. Or profiles are strict,
             and the first was not tuned for this problem.
     """
-
-    def waits(kernel: Kernel) -> bool:
-        return kernel.candidate and profiles.exact(op, kernel, problem, device) is None
-
     reasons = []
-    for kernel in sorted(registry.kernels(op.name).values(), key=waits):
+    for kernel in in_turn(op, problem, device):
         found = profiles.find(op, kernel, problem, device)
         reason = None
         if found.source == "default":
@@ -53,6 +49,15 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     raise UsageError(
         f"no kernel of {op.name} takes {problem} on {device.label}: {'; '.join(reasons)}"
     )
+
+
+def in_turn(op: Op, problem: Any, device: Device) -> list[Kernel]:
+    """Return an op's kernels in the order in which they are asked whether they take a problem."""
+
+    def waits(kernel: Kernel) -> bool:
+        return kernel.candidate and profiles.exact(op, kernel, problem, device) is None
+
+    return sorted(registry.kernels(op.name).values(), key=waits)
 
 
 def _fastest(

@@ -13,10 +13,10 @@ import torch
 
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.core.host import hosts
 from jetfire.core.kernel import Kernel
-from jetfire.core.launch import command_for, report
+from jetfire.core.launch import command_for, in_turn, needs_another_device, report
 from jetfire.core.op import Op
 from jetfire.core.profiles import Entry, Found
 from jetfire.export import naming
@@ -141,11 +141,13 @@ def _tuned(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
     """Return a problem with the config that a lookup gave.
 
     Raises:
-        UsageError: that is no profile's, or the kernel is not for that device.
+        UsageError: that is no profile's, or the kernel takes no such problem.
+        NoDeviceError: the kernel is not for that device.
     """
     if found.entry is None:
         reason = kernel.legal(problem, found.config, device)
-        raise UsageError(
+        kind = NoDeviceError if needs_another_device(kernel, problem, device) else UsageError
+        raise kind(
             f"{op.name}/{kernel.name} on {device.name}: {reason}"
             if reason
             else f"{op.name}/{kernel.name} on {device.name}: no profile for {problem}; tune it: "
@@ -160,7 +162,7 @@ def _fastest(
 ) -> tuple[Kernel, list[Found]]:
     """Return the fastest in all of the kernels tuned for all problems, and what lookups give.
 
-    Without one it is the first in the op's order that has configs of near problems, whose times do
+    Without one it is the first in their order that has configs of near problems, whose times do
     not compare.
     """
     times: dict[str, float] = {}
@@ -230,7 +232,8 @@ def make(
     named = None if kernel_name is None else registry.get_kernel(op.name, kernel_name)
     _check_exportable(op, kernels)
     if named is None:
-        kernel, found = _fastest(op, kernels, problems, device)
+        asked = {one.name: one for one in in_turn(op, problems[0], device)}
+        kernel, found = _fastest(op, asked, problems, device)
     elif named.backend == "cpu":
         raise UsageError(f"{op.name}/{named.name} runs on the CPU: expected a GPU kernel")
     elif named.backend == "python":

@@ -161,6 +161,8 @@ def check_config(work: Sequence[tuple[Case, Options]]) -> None:
     fields = dict.fromkeys(n for kernel in chosen for n in kernel.Config.__dataclass_fields__)
     for name in dict.fromkeys(name for options in by_op.values() for name in options.config):
         if name not in fields:
+            if not fields:
+                raise UsageError(f"no config field {name!r}: these kernels have none")
             raise unknown(f"no config field {name!r}", name, fields)
 
 

@@ -249,7 +249,7 @@ class FunctionSource(ModelSource):
             made = self._function()()
         except JetfireError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # it may end its process, but not ours
             raise UsageError(f"{self.name}: {first_line(error)}") from error
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise UsageError(
@@ -272,7 +272,7 @@ class FunctionSource(ModelSource):
             sys.path.insert(0, here)
         try:
             found = getattr(importlib.import_module(module), name, None)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # it may end its process, but not ours
             raise UsageError(f"{self.name}: {first_line(error)}") from error
         if not callable(found):
             raise UsageError(f"{self.name}: expected a function {name} in {module}")

@@ -48,9 +48,8 @@ class MadeOfWeight(Generic[Made]):
         self._key: tuple[Stamp, Hashable, int] | None = None
         self._made: Made | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._captured: bool | None = (
-            False  # whether it was made in a capture; None of an optimizer
-        )
+        # Whether it was made in a capture; None where an optimizer renews it.
+        self._captured: bool | None = False
         self.forgotten = 0  # how often
 
     def found(

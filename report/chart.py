@@ -8,8 +8,11 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jetfire.core.files import write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,4 +136,6 @@ def save(fig: Figure, path: Path, description: str) -> None:
     if path.suffix == ".svg":
         metadata = {"Date": None, "Description": description}
     with matplotlib.rc_context({"svg.hashsalt": "jetfire", "svg.fonttype": "none"}):
-        fig.savefig(path, dpi=120, metadata=metadata)
+        content = BytesIO()
+        fig.savefig(content, format=path.suffix[1:].lower(), dpi=120, metadata=metadata)
+    write(path, content.getvalue())

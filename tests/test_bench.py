@@ -1,6 +1,7 @@
 """The runner: nothing is timed that is wrong, and whatever is left out is said."""
 
 import dataclasses
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from jetfire.bench import command as bench_command
 from jetfire.bench import suite
@@ -21,6 +23,7 @@ from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Results, Row
 from jetfire.measure.runner import Options, Runner
+from jetfire.report import chart
 from jetfire.report.plot import plot, series_of
 
 CPU = Device.parse("cpu")
@@ -459,3 +462,17 @@ def test_the_ceiling_multiplies_what_it_is_given():
 def test_options_are_refused_by_the_function_too(name, value):
     with pytest.raises(UsageError, match=f"^--{name} {value}: expected"):
         bench_command.bench(bench_command.BenchOptions(["gemm"], device="cpu", **{name: value}))
+
+
+def test_a_plot_that_cannot_be_drawn_whole_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "old.svg"
+    file.write_text("old")
+
+    def half(_, to, **options):
+        to.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    with pytest.raises(OSError, match="No space"):
+        chart.save(Figure(), file, "")
+    assert file.read_text() == "old"

@@ -23,6 +23,12 @@ BROKEN = {
         "ModuleNotFoundError: No module named",
         "import no_such_thing\n",
     ),
+    "exit": (
+        "import sys\nsys.exit(0)\n",
+        2,
+        "SystemExit: 0",
+        "sys.exit(0)\n",
+    ),
     "name": (
         "def f():\n    return undefined\nf()\n",
         2,

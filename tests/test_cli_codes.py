@@ -32,6 +32,14 @@ def said(capsys):
         ("tune gemm --m 64 --kernel wgmma --device cpu", "no kernel to tune for these problems on"),
         ("train tune tiny --device cpu", "nothing to tune for training on"),
         ("export gemm -o new --arch 7.5", "architecture sm_75: expected one of sm_80"),
+        (
+            "audit gelu --kernel tiles --arch 80 --m 512 --n 512",
+            "no kernel with machine code takes these problems on these architectures: tiles: needs",
+        ),
+        (
+            "export gelu --kernel tiles --arch 80 --m 512 --n 512 --no-check -o new",
+            "gelu/tiles on sm_80: needs sm_90",
+        ),
         ("audit gemm --arch 75", "architecture sm_75: expected one of sm_80"),
     ],
 )

@@ -329,3 +329,36 @@ def test_verbose_says_what_is_compiled_and_what_was_before(tmp_path, capsys, mon
     first, second = capsys.readouterr().err.splitlines()
     assert "mine.py for sm_90a: compiled in " in first
     assert "mine.py for sm_90a: compiled before, " in second
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        (
+            [
+                "tune",
+                "--replay",
+                "no.json.gz",
+                "--m",
+                "7",
+                "--kernel",
+                "wgmma",
+                "--set",
+                "out=int8",
+            ],
+            "--m, --set, --kernel",
+        ),
+        (
+            ["tune", "--replay", "no.json.gz", "--report", "r.html", "--dry-run"],
+            "--report, --dry-run",
+        ),
+        (
+            ["fuzz", "--reproduce", "gelu-torch-0", "-o", "f.json", "--examples", "3"],
+            "--examples, --output",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(words, lost, capsys):
+    name, *rest = words
+    assert execute(name, rest) == 2
+    assert f"leave out {lost}: no effect beside it" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from jetfire.gpt2.training.finished import addition
 from jetfire.report import documents
 from jetfire.report.tuned import ROUNDING
 from jetfire.tuner import shipped as problems
+from jetfire.tuner import unseen
+from jetfire.tuner.options import TuneOptions
 
 ROOT = Path(__file__).parent.parent
 H200 = dataclasses.replace(target_device((9, 0)), name="NVIDIA H200")
@@ -120,3 +122,15 @@ def test_what_was_tuned_is_what_runs_unless_another_is_faster(shipped, name):
             if found is None or found.entry is None or found.entry.ms > entry.ms:
                 unused.append(f"{named(op.name, entry)}: {kernel.name} runs")
     assert unused == []
+
+
+def test_lookups_are_tried_with_the_kernels_that_run():
+    """Of an op with candidates, `tune --unseen` tunes the one that a model runs."""
+    several = [
+        o for o in registry.names() if any(k.candidate for k in registry.kernels(o).values())
+    ]
+    asked = TuneOptions(cases=problems.cases(several), unseen=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JetfireWarning)
+        for target in unseen.targets(asked, H200):
+            assert choose(target.case.op, target.case.problem, H200)[0] is target.kernel

@@ -94,6 +94,7 @@ def tune(asked: TuneOptions) -> None:
     work = unseen.targets(asked, first) if asked.unseen else targets(asked, first)
     if not work:
         terminal.note("nothing to tune: the shard is empty, or all has its profile already")
+        display.show([], first, asked.format)
         return
     if asked.record is not None and len(work) > 1:
         raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
@@ -110,8 +111,7 @@ def tune(asked: TuneOptions) -> None:
         runner = DeviceRunner(devices, asked.trial_s)
         session = Session(asked, first, runner, work, shown)
         session.run(profiler)
-    if session.tuned:
-        display.show(session.tuned, first, asked.format)
+    display.show(session.tuned, first, asked.format)
     if session.counted:
         display.show_counted(session.counted)
     if session.searches:

@@ -159,13 +159,16 @@ SPARE = ("failed", "trials", "× peer", "default")  # what goes first where a te
 
 
 def show(tuned: Sequence[FinishedSearch], device: Device, form: str = "table") -> None:
-    """Give what searches came to, with the gains' mean where a default could run."""
+    """Give what searches came to, with the gains' mean where a default could run.
+
+    Of none there is no table, but a document that says so.
+    """
     searches = [_record(one) for one in tuned]
     output.give(
         form,
         {"device": device.label, "searches": searches},
-        lambda: _print(tuned, device),
-        lambda: {device.label: _table(tuned)},
+        lambda: _print(tuned, device) if tuned else None,
+        lambda: {device.label: _table(tuned)} if tuned else {},
         lambda: searches,
     )
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.core import profiles, registry
+from jetfire.core import profiles
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError
+from jetfire.core.launch import in_turn
 from jetfire.core.op import Op
 from jetfire.measure.plan import BLOCKS, Case
 from jetfire.report.text import plural
@@ -42,7 +43,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
             return list(found.values())
         op = ops[attempt % len(ops)]
         problem = _draw(op, rng)
-        for kernel in registry.kernels(op.name).values():
+        for kernel in in_turn(op, problem, device):
             known = profiles.find(op, kernel, problem, device)
             if kernel.legal(problem, known.config, device) is None:
                 if known.source != "tuned" and kernel.space(problem, device):

@@ -131,6 +131,9 @@ def run(
 
     Every trial is durable: after an interruption the same command goes on where it was.
     """
+    if replay is not None:
+        useful = ("replay", "ops", "strategy", "trials", "seed", "record", "profile", "load")
+        o.alone(run, f"--replay {replay}", locals(), *useful)
     from jetfire.bench.compare import parse_share
     from jetfire.core.device import Device
     from jetfire.measure import plan

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shlex
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -465,8 +466,11 @@ def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> Non
 
 def replay(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> str:
     """Return the command line that measures the same."""
-    words = ["jetfire train bench", name, f"--recipe {','.join(recipes)}"]
-    words += [f"--set {key}={value}" for key, value in settings.split(asked.settings).items()]
+    words = ["jetfire train bench", shlex.quote(name), f"--recipe {','.join(recipes)}"]
+    words += [
+        f"--set {shlex.quote(f'{key}={value}')}"
+        for key, value in settings.split(asked.settings).items()
+    ]
     words += [f"--peer {name}" for name in asked.peers]
     words += [f"--device {asked.device}"] if asked.device != "auto" else []
     words += [f"--rounds {asked.rounds}"] if asked.rounds else []
