@@ -1406,6 +1406,9 @@ def test_a_search_from_end_to_end(interpreted, tmp_path, capsys, monkeypatch):
     assert code == 0
     assert "nothing to tune: the shard is empty, or all has its profile already" in errors[-1]
     assert journal.read_bytes() == before
+    for words in (["--trials", 3], ["--trials", 5, "--missing"]):
+        code, out, _ = interpreted(*arguments, *words, "--format", "json")
+        assert (code, json.loads(out)["searches"]) == (0, [])
     code, out, errors = interpreted(*arguments, "--trials", 5)
     assert code == 0, errors[-3:]
     assert "3 trials known" in errors[0]
