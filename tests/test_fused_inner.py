@@ -1,0 +1,71 @@
+"""What is put on the modules in a fused block, or in their place, counts as in one not fused."""
+
+import pytest
+import torch
+from torch import nn
+
+from jetfire.nn import convert
+from jetfire.tests.language_models import logits
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Of the blocks, and of a block's attention, one of its linear layers, a norm and the activation.
+NAMES = {
+    "gpt2": ("transformer.h", "attn", "mlp.c_fc", "ln_2", "mlp.act"),
+    "llama": (
+        "model.layers",
+        "self_attn",
+        "mlp.down_proj",
+        "post_attention_layernorm",
+        "mlp.act_fn",
+    ),
+}
+kinds = pytest.mark.parametrize("kind", list(NAMES))
+
+
+def model(kind, **options):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(vocab_size=96, **{**sizes, **drops, **options})
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=96, **sizes, **heads, **options)
+    return transformers.LlamaForCausalLM(config)
+
+
+def converted(kind, fused=True, **options):
+    made = model(kind, **options)
+    report = convert(made, "int8-block32" if kind == "llama" else "int8", fused=fused, head=False)
+    assert len(report.fused) == 2 * fused
+    return made
+
+
+def blocks(made):
+    return made.get_submodule(NAMES["gpt2" if hasattr(made, "transformer") else "llama"][0])
+
+
+def is_as_its_layers(kind, change):
+    """What is changed in each block gives the logits of layers that are called singly."""
+    ours, theirs = (converted(kind, fused) for fused in (True, False))
+    for one in (ours, theirs):
+        for block in blocks(one):
+            change(block)
+    assert torch.equal(logits(ours), logits(theirs))
+
+
+# --- E: a forward of its own that a layer has when it is converted
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left():
+    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    made[0].forward = lambda x: 0 * x
+    report = convert(made)
+    assert report.left == {"0": "its forward was replaced"}
+    assert report.converted == ("1",)
+    assert made[0](torch.randn(2, 64)).abs().max() == 0
