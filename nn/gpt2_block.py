@@ -25,6 +25,8 @@ _FORMS: dict[type[nn.Module], Literal["tanh", "erf"]] = {
     GELUTanh: "tanh",
     GELUActivation: "erf",
 }
+# Of what is in a block: the forward of any other class would be passed by.
+_PARTS = modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2MLP
 
 
 class GPT2Block(modeling_gpt2.GPT2Block):
@@ -57,7 +59,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         """Return the hidden states, batch×length×width, bf16."""
         attention_mask = mask_of(attention_mask)
         singly = encoder_hidden_states is not None or not in_bf16(hidden_states.device.type)
-        if singly or not _layers_allow(self):
+        if singly or _why_not_now(self) is not None:
             encoder = encoder_hidden_states, encoder_attention_mask
             given: Any = hidden_states, past_key_values, attention_mask, *encoder, use_cache
             found: torch.Tensor = super().forward(*given, **kwargs)
@@ -100,30 +102,41 @@ class GPT2Block(modeling_gpt2.GPT2Block):
 
 
 def _linears(block: modeling_gpt2.GPT2Block) -> tuple[Any, ...]:
-    return block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+    own, mlp = block.attn, block.mlp
+    return own.c_attn, own.c_proj, mlp.c_fc, mlp.c_proj
 
 
-def _layers_allow(block: GPT2Block) -> bool:
-    """Return whether a fused block's layers and norms are still those that it was fused with."""
-    linears = _linears(block)
-    converted = all(type(layer) is Int8Conv1D for layer in linears)
-    alike = converted and len({layer.block for layer in linears}) == 1
-    return alike and type(block.mlp.act) in _FORMS and in_fp32(*linears, block.ln_1, block.ln_2)
+def _why_not_now(block: Any) -> str | None:
+    """Return why a block cannot run fused as it is now; None if it can."""
+    try:
+        own, mlp, norms = block.attn, block.mlp, (block.ln_1, block.ln_2)
+        linears, kind = _linears(block), type(mlp.act)
+    except AttributeError as error:
+        return f"a layer was replaced: {error}"
+    if not all(type(layer) is Int8Conv1D for layer in linears):
+        return "not all of its linear layers are in INT8"
+    if len({layer.block for layer in linears}) > 1:
+        return "its linear layers have blocks of different sides"
+    if (type(own), type(mlp)) != _PARTS:
+        return "its attention or MLP is of another class"
+    if kind not in _FORMS:
+        return f"its activation is {kind.__name__}: expected a GELU"
+    if not all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms):
+        return "its norms are not both LayerNorm with a bias"
+    if not in_fp32(*linears, *norms):
+        return "its parameters are not all float32"
+    return None
 
 
 def why_not(block: nn.Module, flow: Block) -> str | None:
     """Return why a block whose linear layers are converted cannot be fused; None if it can."""
     assert isinstance(block, modeling_gpt2.GPT2Block)
-    if not all(type(layer) is Int8Conv1D for layer in _linears(block)):
-        return "not all of its linear layers are in INT8"
-    if len({layer.block for layer in _linears(block)}) > 1:
-        return "its linear layers have blocks of different sides"
+    if (reason := _why_not_now(block)) is not None:
+        return reason
     if "forward" in vars(block):
         return "its forward was replaced"
     if hasattr(block, "crossattention"):
         return "cross attention"
-    if (kind := type(block.mlp.act)) not in _FORMS:
-        return f"its activation is {kind.__name__}: expected a GELU"
     if block.attn.config._attn_implementation == "eager" and block.attn.reorder_and_upcast_attn:
         return "reorder_and_upcast_attn"
     if not in_fp32(*block.modules()):

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from jetfire.nn import convert
-from jetfire.tests.language_models import logits
+from jetfire.tests.language_models import batch, logits
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
+from jetfire.nn import gpt2_block  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +58,65 @@ def is_as_its_layers(kind, change):
         for block in blocks(one):
             change(block)
     assert torch.equal(logits(ours), logits(theirs))
+
+
+# --- C: modules replaced
+
+
+class Nothing(nn.Module):
+    def forward(self, x, *args, **kwargs):
+        return 0 * x
+
+
+class Halved(gpt2_block.modeling_gpt2.GPT2MLP):
+    """An MLP with the layers of another, and a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@kinds
+@pytest.mark.parametrize("which", ["mlp", "norm", "activation"])
+def test_a_module_replaced_is_called(kind, which):
+    name = {"mlp": "mlp", "norm": NAMES[kind][3], "activation": NAMES[kind][4]}[which]
+    new = Nothing() if which == "mlp" else nn.Identity()
+
+    def change(block):
+        block.set_submodule(name, new)
+
+    is_as_its_layers(kind, change)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(64, bias=False), nn.LayerNorm(64, 1.0, False)])
+def test_a_norm_without_parameters_is_called(norm):
+    def change(block):
+        block.ln_1 = block.ln_2 = norm
+
+    is_as_its_layers("gpt2", change)
+
+
+def test_an_mlp_of_another_class_is_called():
+    def change(block):
+        block.mlp.__class__ = Halved
+
+    is_as_its_layers("gpt2", change)
+
+
+@kinds
+def test_norms_tuned_by_peft(kind):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    targets = ["ln_1", "ln_2"] if kind == "gpt2" else ["input_layernorm", NAMES[kind][3]]
+    found = []
+    for fused in (True, False):
+        made = converted(kind, fused)
+        tuned = peft.get_peft_model(made, peft.LNTuningConfig(target_modules=targets))
+        ids = batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = tuned(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append(loss.item())
+        assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
 
 
 # --- E: a forward of its own that a layer has when it is converted
