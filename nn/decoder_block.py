@@ -15,7 +15,15 @@ from torch import nn
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import JoinedWeights, Setting, flowed, product_of
-from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, mask_of, stream_of
+from jetfire.nn.fused_block import (
+    as_hidden,
+    called,
+    in_bf16,
+    in_fp32,
+    mask_of,
+    stream_of,
+    why_not_linear,
+)
 from jetfire.nn.linear import Int8Linear
 
 # Layer → module of `transformers.models`: attention with q_proj, k_proj, v_proj and o_proj, an MLP
@@ -136,10 +144,8 @@ def _why_not_now(block: nn.Module) -> str | None:
         kind = type(block.mlp.act_fn).__name__  # type: ignore[union-attr]
     except AttributeError as error:
         return f"a layer was replaced: {error}"
-    if not all(type(layer) is Int8Linear for layer in layers):
-        return "not all of its linear layers are in INT8"
-    if len({layer.block for layer in layers}) > 1:
-        return "its linear layers have blocks of different sides"
+    if (reason := why_not_linear(layers, Int8Linear)) is not None:
+        return reason
     if kind not in _SILU:
         return f"its activation is {kind}: expected SiLU"
     if not all(hasattr(norm, "variance_epsilon") for norm in _norms(block)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,6 +91,17 @@ def in_fp32(*modules: nn.Module) -> bool:
     """
     own = (p for module in modules for p in module._parameters.values())
     return all(p is None or p.dtype == torch.float32 for p in own)
+
+
+def why_not_linear(layers: Sequence[Any], kind: type[nn.Module]) -> str | None:
+    """Return why a block of some linear layers cannot run fused; None if it can."""
+    if not all(type(layer) is kind for layer in layers):
+        return "not all of its linear layers are in INT8"
+    if any(layer.fallback is not None for layer in layers):
+        return "its layers have fallback"
+    if len({layer.block for layer in layers}) > 1:
+        return "its linear layers have blocks of different sides"
+    return None
 
 
 def called(module: nn.Module, hidden: torch.Tensor, output: Any) -> None:

@@ -15,7 +15,15 @@ from transformers.models.gpt2.modeling_gpt2 import ALL_ATTENTION_FUNCTIONS, eage
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import Setting, flowed, product_of
-from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, mask_of, stream_of
+from jetfire.nn.fused_block import (
+    as_hidden,
+    called,
+    in_bf16,
+    in_fp32,
+    mask_of,
+    stream_of,
+    why_not_linear,
+)
 from jetfire.nn.linear import Int8Conv1D
 
 # The forms of its activation functions.
@@ -113,10 +121,8 @@ def _why_not_now(block: Any) -> str | None:
         linears, kind = _linears(block), type(mlp.act)
     except AttributeError as error:
         return f"a layer was replaced: {error}"
-    if not all(type(layer) is Int8Conv1D for layer in linears):
-        return "not all of its linear layers are in INT8"
-    if len({layer.block for layer in linears}) > 1:
-        return "its linear layers have blocks of different sides"
+    if (reason := why_not_linear(linears, Int8Conv1D)) is not None:
+        return reason
     if (type(own), type(mlp)) != _PARTS:
         return "its attention or MLP is of another class"
     if kind not in _FORMS:

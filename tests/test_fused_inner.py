@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from jetfire.nn import convert
-from jetfire.tests.language_models import batch, logits
+from jetfire.tests.language_models import batch, logits, step
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -117,6 +117,30 @@ def test_norms_tuned_by_peft(kind):
         found.append(loss.item())
         assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
     assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+# --- D: fallback
+
+
+@kinds
+def test_layers_with_fallback_keep_it(kind):
+    made = model(kind)
+    convert(made, "int8-fallback", head=False)
+    before = step(made)
+    report = convert(made, "int8", fused=True, head=False)
+    assert set(report.single.values()) == {"its layers have fallback"}
+    assert step(made)[0] == before[0]
+
+
+@kinds
+def test_fallback_given_afterwards_counts(kind):
+    made, other = converted(kind), model(kind)
+    convert(other, "int8-fallback", head=False)
+    for block, theirs in zip(blocks(made), blocks(other), strict=True):
+        for name, layer in theirs.named_modules():
+            if getattr(layer, "fallback", None) is not None:
+                block.set_submodule(name, layer)
+    assert torch.equal(logits(made), logits(other))
 
 
 # --- E: a forward of its own that a layer has when it is converted
