@@ -150,7 +150,10 @@ def _why_not_now(block: nn.Module) -> str | None:
         return f"its activation is {kind}: expected SiLU"
     if not all(hasattr(norm, "variance_epsilon") for norm in _norms(block)):
         return "its norms are not those of its family"
-    if not in_fp32(*layers, *_norms(block)):
+    first, second = _norms(block)
+    if first.variance_epsilon != second.variance_epsilon:
+        return "its norms differ in eps"
+    if not in_fp32(*layers, first, second):
         return "its parameters are not all float32"
     return None
 
@@ -161,8 +164,6 @@ def why_not(block: nn.Module, flow: Block) -> str | None:
         return reason
     if "forward" in vars(block):
         return "its forward was replaced"
-    if len({norm.variance_epsilon for norm in _norms(block)}) > 1:
-        return "its norms differ in eps"
     for group in _groups(block):
         if len({layer.bias is None for layer in group}) > 1:
             return "some layers that read the same input have a bias and some have none"

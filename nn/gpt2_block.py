@@ -43,7 +43,8 @@ class GPT2Block(modeling_gpt2.GPT2Block):
     It is named as the class whose place it takes: FSDP's wrapping policies go by names.
 
     It calls its layers as it did before where there is no BF16 autocast, with cross attention, and
-    where a layer was replaced since or parameters are no longer fp32.
+    where a layer was replaced since, where its two dropouts or norms differ, and where
+    parameters are no longer fp32.
     Attention is the model's own: masks, caches and implementations are as before. Checkpointing
     gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
     rounds gradients by other draws.
@@ -83,18 +84,19 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 own.config._attn_implementation, eager_attention_forward
             )
             given = own, query, key, value, attention_mask
-            p = own.attn_dropout.p if self.training else 0.0
+            p = own.attn_dropout.p if own.training else 0.0
             output = interface(*given, dropout=p, scaling=own.scaling, **kwargs)
             called(own, hidden_states, output)
             attended: torch.Tensor = output[0]
             return attended
 
         mlp, own, linears = self.mlp, self.attn, _linears(self)
+        dropout = _rate(own.resid_dropout)
         setting = Setting(
             linears[0].block,
             self.flow,
             self.ln_1.eps,
-            own.resid_dropout.p if self.training else 0.0,
+            dropout,
             _FORMS[type(mlp.act)],
             transposed=True,
         )
@@ -102,7 +104,8 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         norms = [(norm.weight, norm.bias) for norm in (self.ln_1, self.ln_2)]
         products = [product_of([linear], linear.codes()) for linear in linears]
         widths = (own.embed_dim,) * 3
-        after = flowed(stream, setting, norms, products, widths, attention, self.training)
+        draws = self.training or dropout > 0.0  # some drop in evaluation, too
+        after = flowed(stream, setting, norms, products, widths, attention, draws)
         return as_hidden(after, hidden_states.shape)
 
     def extra_repr(self) -> str:
@@ -114,11 +117,16 @@ def _linears(block: modeling_gpt2.GPT2Block) -> tuple[Any, ...]:
     return own.c_attn, own.c_proj, mlp.c_fc, mlp.c_proj
 
 
+def _rate(dropout: nn.Module) -> float:
+    return dropout.p if dropout.training else 0.0  # type: ignore[return-value]
+
+
 def _why_not_now(block: Any) -> str | None:
     """Return why a block cannot run fused as it is now; None if it can."""
     try:
         own, mlp, norms = block.attn, block.mlp, (block.ln_1, block.ln_2)
         linears, kind = _linears(block), type(mlp.act)
+        dropouts = own.resid_dropout, mlp.dropout
     except AttributeError as error:
         return f"a layer was replaced: {error}"
     if (reason := why_not_linear(linears, Int8Conv1D)) is not None:
@@ -129,6 +137,14 @@ def _why_not_now(block: Any) -> str | None:
         return f"its activation is {kind.__name__}: expected a GELU"
     if not all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms):
         return "its norms are not both LayerNorm with a bias"
+    if norms[0].eps != norms[1].eps:
+        return "its norms differ in eps"
+    if not all(type(dropout) is nn.Dropout for dropout in dropouts):
+        return "its dropouts are not both Dropout"
+    if (rate := _rate(dropouts[0])) != _rate(dropouts[1]):
+        return "its dropouts differ"
+    if rate == 1.0:
+        return "its dropouts drop everything"
     if not in_fp32(*linears, *norms):
         return "its parameters are not all float32"
     return None

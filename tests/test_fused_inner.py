@@ -60,6 +60,92 @@ def is_as_its_layers(kind, change):
     assert torch.equal(logits(ours), logits(theirs))
 
 
+# --- B: what GPT-2's two branches have of their own
+
+
+def drops(made):
+    """Whether two forwards differ."""
+    ids = batch()  # which sets the seed
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        one, other = (made(ids).logits for _ in range(2))
+    return not torch.equal(one, other)
+
+
+def dropouts(made):
+    return [module for module in made.modules() if type(module) is nn.Dropout]
+
+
+def test_dropout_goes_by_the_mode_of_each_dropout():
+    made = converted("gpt2", resid_pdrop=0.5).train()
+    assert drops(made)
+    for dropout in dropouts(made):
+        dropout.eval()
+    assert not drops(made)
+    made.eval()
+    assert not drops(made)
+    for dropout in dropouts(made):
+        dropout.train()
+    assert drops(made)
+    assert gpt2_block._why_not_now(blocks(made)[0]) is None
+
+
+def test_dropout_in_evaluation_has_gradients():
+    made = converted("gpt2", resid_pdrop=0.5).eval()
+    for dropout in dropouts(made):
+        dropout.train()
+    _, gradients = step(made)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("branch", ["attn.resid_dropout", "mlp.dropout"])
+@pytest.mark.parametrize("how", ["p", "mode"])
+def test_one_branch_alone_drops(branch, how):
+    made = converted("gpt2", resid_pdrop=0.5).train()
+    for block in blocks(made):
+        for dropout in (block.attn.resid_dropout, block.mlp.dropout):
+            if dropout is not block.get_submodule(branch):
+                dropout.p, dropout.training = (0.0, True) if how == "p" else (0.5, False)
+    assert drops(made)
+    assert gpt2_block._why_not_now(blocks(made)[0]) == "its dropouts differ"
+
+
+def test_all_is_dropped():
+    """What no fused block does."""
+    made = converted("gpt2", resid_pdrop=0.5).train()
+    for dropout in dropouts(made):
+        dropout.p = 1.0
+    assert not drops(made)
+
+
+def test_attention_s_dropout_goes_by_attention_s_mode():
+    """As it does in `transformers`."""
+    made = converted("gpt2", attn_pdrop=0.5).train()
+    for block in blocks(made):
+        block.attn.eval()
+    assert not drops(made)
+    made.eval()
+    for block in blocks(made):
+        block.attn.train()
+    assert drops(made)
+
+
+def test_a_dropout_replaced_is_called():
+    made = converted("gpt2", resid_pdrop=0.5).train()
+    for block in blocks(made):
+        block.attn.resid_dropout, block.mlp.dropout = nn.Identity(), nn.Identity()
+    assert not drops(made)
+
+
+@kinds
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_eps_of_either_norm_counts(kind, which):
+    norms = ("ln_1", "ln_2")
+    if kind == "llama":
+        norms = ("input_layernorm", "post_attention_layernorm")
+    eps = "eps" if kind == "gpt2" else "variance_epsilon"
+    is_as_its_layers(kind, lambda block: setattr(getattr(block, norms[which]), eps, 100.0))
+
+
 # --- C: modules replaced
 
 
