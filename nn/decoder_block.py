@@ -23,6 +23,7 @@ from jetfire.nn.fused_block import (
     mask_of,
     stream_of,
     why_not_linear,
+    why_not_within,
 )
 from jetfire.nn.linear import Int8Linear
 
@@ -49,10 +50,10 @@ class DecoderBlock(nn.Module):
     """A decoder layer whose linear layers are `Int8Linear`, with INT8 between them too.
 
     It calls its layers as it did before where there is no BF16 autocast, where a layer was replaced
-    since and where parameters are no longer fp32. Attention is the model's own: rotary embeddings,
-    norms of query and key, windows, masks, caches and implementations are as before. Checkpointing
-    gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
-    rounds gradients by other draws.
+    since or has hooks, and where parameters are no longer fp32. Attention is the model's own:
+    rotary embeddings, norms of query and key, windows, masks, caches and implementations are as
+    before. Checkpointing gives the bits that there are without it. Reentrant checkpointing gives
+    the loss's alone, as it rounds gradients by other draws.
 
     Attributes:
         flow: side of the blocks of what flows between products.
@@ -155,7 +156,7 @@ def _why_not_now(block: nn.Module) -> str | None:
         return "its norms differ in eps"
     if not in_fp32(*layers, first, second):
         return "its parameters are not all float32"
-    return None
+    return why_not_within(block, block.self_attn)  # type: ignore[arg-type]
 
 
 def why_not(block: nn.Module, flow: Block) -> str | None:

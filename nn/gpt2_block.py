@@ -23,6 +23,7 @@ from jetfire.nn.fused_block import (
     mask_of,
     stream_of,
     why_not_linear,
+    why_not_within,
 )
 from jetfire.nn.linear import Int8Conv1D
 
@@ -43,7 +44,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
     It is named as the class whose place it takes: FSDP's wrapping policies go by names.
 
     It calls its layers as it did before where there is no BF16 autocast, with cross attention, and
-    where a layer was replaced since, where its two dropouts or norms differ, and where
+    where a layer was replaced since or has hooks, where its two dropouts or norms differ, and where
     parameters are no longer fp32.
     Attention is the model's own: masks, caches and implementations are as before. Checkpointing
     gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
@@ -147,7 +148,7 @@ def _why_not_now(block: Any) -> str | None:
         return "its dropouts drop everything"
     if not in_fp32(*linears, *norms):
         return "its parameters are not all float32"
-    return None
+    return why_not_within(block, own)
 
 
 def why_not(block: nn.Module, flow: Block) -> str | None:

@@ -1,15 +1,18 @@
 """What is put on the modules in a fused block, or in their place, counts as in one not fused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from jetfire.nn import convert
-from jetfire.tests.language_models import batch, logits, step
+from jetfire.tests.language_models import batch, compiled, error, logits, step
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from jetfire.nn import gpt2_block  # noqa: E402
+from jetfire.nn import decoder_block, gpt2_block  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,6 +61,132 @@ def is_as_its_layers(kind, change):
         for block in blocks(one):
             change(block)
     assert torch.equal(logits(ours), logits(theirs))
+
+
+# --- A: hooks and forwards of modules in a block
+
+
+@kinds
+def test_hooks_of_all_kinds_run_on_every_module_in_a_block(kind):
+    """As often as they do where its layers are called singly."""
+    found = []
+    for fused in (True, False):
+        made, seen = converted(kind, fused), []
+        for name, module in blocks(made)[0].named_modules():
+            for register in (
+                module.register_forward_hook,
+                module.register_forward_pre_hook,
+                module.register_full_backward_hook,
+                module.register_full_backward_pre_hook,
+            ):
+                what = register.__name__, name
+                register(lambda *_, seen=seen, what=what: seen.append(what))
+        step(made)
+        found.append(sorted(seen))
+    assert found[0] == found[1]
+    assert len({name for _, name in found[0]}) >= 12
+
+
+@kinds
+@pytest.mark.parametrize("which", range(1, 5))
+@pytest.mark.parametrize("how", ["hook", "pre_hook", "forward"])
+def test_what_a_module_s_hook_or_own_forward_changes(kind, which, how):
+    name = NAMES[kind][which]
+
+    def halved(given):
+        first, *rest = given if isinstance(given, tuple) else (given,)
+        return (first / 2, *rest) if isinstance(given, tuple) else first / 2
+
+    def change(block):
+        module = block.get_submodule(name)
+        forward = module.forward
+        if how == "hook":
+            module.register_forward_hook(lambda module, args, output: halved(output))
+        elif how == "pre_hook":
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: (halved(args) if args else args, kwargs),
+                with_kwargs=True,
+            )
+        else:
+            module.forward = lambda *args, **kwargs: halved(forward(*args, **kwargs))
+
+    is_as_its_layers(kind, change)
+
+
+@kinds
+def test_a_hook_s_removal_makes_a_block_fused_again(kind):
+    made = converted(kind)
+    before = logits(made)
+    handle = blocks(made)[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    assert error(logits(made), before) > 0.05
+    handle.remove()
+    assert torch.equal(logits(made), before)
+
+
+@kinds
+def test_the_report_says_what_was_on_a_module_before(kind):
+    made, seen = model(kind), []
+    first, second = blocks(made)
+    first.mlp.register_forward_hook(lambda *_: seen.append(1))
+    second.mlp.forward = partial(type(second.mlp).forward, second.mlp)
+    report = convert(made, "int8-block32", fused=True)
+    mlp = type(first.mlp).__name__
+    assert list(report.single.values()) == [
+        f"a {mlp} in it has hooks",
+        f"the forward of a {mlp} in it was replaced",
+    ]
+    step(made)
+    assert seen == [1]
+
+
+@kinds
+@pytest.mark.parametrize("how", ["prune", "weight_norm"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_weight_that_a_hook_makes_learns(kind, how):
+    """Pruned, and normed in torch's old way: both make the weight in a hook before each forward."""
+    found = []
+    for fused in (True, False):
+        made = converted(kind, fused)
+        layer = made.get_submodule(f"{NAMES[kind][0]}.0.{NAMES[kind][2]}")
+        if how == "prune":
+            prune.l1_unstructured(layer, "weight", 0.5)
+        else:
+            nn.utils.weight_norm(layer)
+        optimizer = torch.optim.SGD(made.parameters(), 0.5)
+        losses = []
+        for _ in range(3):
+            losses.append(step(made)[0])
+            optimizer.step()
+        learnt = layer.weight_orig if how == "prune" else layer.weight_v
+        assert learnt.grad.abs().max() > 0
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], abs=0.02)
+    assert found[0][2] < found[0][0]
+
+
+@kinds
+def test_attention_weights_come_of_a_fused_block(kind):
+    """By `transformers`' own hooks, which the call installs and leaves; compiled as well."""
+    made = converted(kind, attn_implementation="eager").eval()
+    before = logits(made)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert len(made(batch(), output_attentions=True).attentions) == 2
+    attention = getattr(blocks(made)[0], NAMES[kind][1])
+    assert attention._forward_hooks
+    rules = gpt2_block if kind == "gpt2" else decoder_block
+    assert rules._why_not_now(blocks(made)[0]) is None
+    assert torch.equal(logits(made), before)
+    compiled(made, fullgraph=True)
+    assert error(logits(made, use_cache=False), before) < 0.02
+
+
+@kinds
+def test_a_model_offloaded_by_accelerate(kind):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    ours, theirs = (converted(kind, fused) for fused in (True, False))
+    expected = logits(theirs)
+    accelerate.cpu_offload(ours, execution_device="cpu")
+    assert torch.equal(logits(ours), expected)
 
 
 # --- B: what GPT-2's two branches have of their own
