@@ -107,7 +107,7 @@ def why_not_linear(layers: Sequence[Any], kind: type[nn.Module]) -> str | None:
 def why_not_within(block: nn.Module, attention: nn.Module) -> str | None:
     """Return what a fused block would pass by of the modules in it, as it calls none; None if none.
 
-    Every call of a block asks: `modules()`, which makes names and a set, takes 3 times as long.
+    Every call of a block asks, which takes 4 µs: `modules()`, with names and a set, takes 6 alone.
     """
     waiting = [*block._modules.values()]
     while waiting:
@@ -128,8 +128,8 @@ def _shown_all(attention: nn.Module) -> bool:
 
     Others may read its output, or change it, where the projection is not yet made.
     """
-    kinds = (getattr(hook, "__module__", "") for hook in attention._forward_hooks.values())
-    return all(kind.startswith("transformers.") for kind in kinds)
+    homes = (getattr(hook, "__module__", None) for hook in attention._forward_hooks.values())
+    return all(str(home).startswith("transformers.") for home in homes)
 
 
 def called(module: nn.Module, hidden: torch.Tensor, output: Any) -> None:

@@ -160,6 +160,8 @@ def why_not(block: nn.Module, flow: Block) -> str | None:
         return "its forward was replaced"
     if hasattr(block, "crossattention"):
         return "cross attention"
+    if block.attn.resid_dropout.p != block.mlp.dropout.p:  # in evaluation they do not differ
+        return "its dropouts differ"
     if block.attn.config._attn_implementation == "eager" and block.attn.reorder_and_upcast_attn:
         return "reorder_and_upcast_attn"
     if not in_fp32(*block.modules()):

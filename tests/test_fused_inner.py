@@ -124,6 +124,21 @@ def test_a_hook_s_removal_makes_a_block_fused_again(kind):
 
 
 @kinds
+def test_an_attention_hook_of_no_module_runs(kind):
+    """As of a function that `exec` makes."""
+    seen = []
+
+    def hook(module, args, output):
+        seen.append(output[0].shape)
+
+    hook.__module__ = None
+    made = converted(kind)
+    getattr(blocks(made)[0], NAMES[kind][1]).register_forward_hook(hook)
+    step(made)
+    assert seen == [(2, 32, 64)]
+
+
+@kinds
 def test_the_report_says_what_was_on_a_module_before(kind):
     made, seen = model(kind), []
     first, second = blocks(made)
@@ -236,6 +251,13 @@ def test_one_branch_alone_drops(branch, how):
                 dropout.p, dropout.training = (0.0, True) if how == "p" else (0.5, False)
     assert drops(made)
     assert gpt2_block._why_not_now(blocks(made)[0]) == "its dropouts differ"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_report_says_that_dropouts_differ(training):
+    made = model("gpt2", resid_pdrop=0.5).train(training)
+    blocks(made)[1].mlp.dropout.p = 0.1
+    assert convert(made, fused=True).single == {"transformer.h.1": "its dropouts differ"}
 
 
 def test_all_is_dropped():
