@@ -377,6 +377,8 @@ def _why_not(
         return head
     if _has_hooks(module):
         return "it has hooks"
+    if "forward" in vars(module):
+        return "its forward was replaced"
     matrix: Any = module.weight
     dtype = matrix.dtype
     if dtype not in FLOATS:

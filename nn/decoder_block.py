@@ -15,7 +15,16 @@ from torch import nn
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import JoinedWeights, Setting, flowed, product_of
-from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, mask_of, stream_of
+from jetfire.nn.fused_block import (
+    as_hidden,
+    called,
+    in_bf16,
+    in_fp32,
+    mask_of,
+    stream_of,
+    why_not_linear,
+    why_not_within,
+)
 from jetfire.nn.linear import Int8Linear
 
 # Layer → module of `transformers.models`: attention with q_proj, k_proj, v_proj and o_proj, an MLP
@@ -41,10 +50,10 @@ class DecoderBlock(nn.Module):
     """A decoder layer whose linear layers are `Int8Linear`, with INT8 between them too.
 
     It calls its layers as it did before where there is no BF16 autocast, where a layer was replaced
-    since and where parameters are no longer fp32. Attention is the model's own: rotary embeddings,
-    norms of query and key, windows, masks, caches and implementations are as before. Checkpointing
-    gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
-    rounds gradients by other draws.
+    since or has hooks, and where parameters are no longer fp32. Attention is the model's own:
+    rotary embeddings, norms of query and key, windows, masks, caches and implementations are as
+    before. Checkpointing gives the bits that there are without it. Reentrant checkpointing gives
+    the loss's alone, as it rounds gradients by other draws.
 
     Attributes:
         flow: side of the blocks of what flows between products.
@@ -136,17 +145,18 @@ def _why_not_now(block: nn.Module) -> str | None:
         kind = type(block.mlp.act_fn).__name__  # type: ignore[union-attr]
     except AttributeError as error:
         return f"a layer was replaced: {error}"
-    if not all(type(layer) is Int8Linear for layer in layers):
-        return "not all of its linear layers are in INT8"
-    if len({layer.block for layer in layers}) > 1:
-        return "its linear layers have blocks of different sides"
+    if (reason := why_not_linear(layers, Int8Linear)) is not None:
+        return reason
     if kind not in _SILU:
         return f"its activation is {kind}: expected SiLU"
     if not all(hasattr(norm, "variance_epsilon") for norm in _norms(block)):
         return "its norms are not those of its family"
-    if not in_fp32(*layers, *_norms(block)):
+    first, second = _norms(block)
+    if first.variance_epsilon != second.variance_epsilon:
+        return "its norms differ in eps"
+    if not in_fp32(*layers, first, second):
         return "its parameters are not all float32"
-    return None
+    return why_not_within(block, block.self_attn)  # type: ignore[arg-type]
 
 
 def why_not(block: nn.Module, flow: Block) -> str | None:
@@ -155,8 +165,6 @@ def why_not(block: nn.Module, flow: Block) -> str | None:
         return reason
     if "forward" in vars(block):
         return "its forward was replaced"
-    if len({norm.variance_epsilon for norm in _norms(block)}) > 1:
-        return "its norms differ in eps"
     for group in _groups(block):
         if len({layer.bias is None for layer in group}) > 1:
             return "some layers that read the same input have a bias and some have none"

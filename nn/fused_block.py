@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,10 +93,49 @@ def in_fp32(*modules: nn.Module) -> bool:
     return all(p is None or p.dtype == torch.float32 for p in own)
 
 
-def called(module: nn.Module, hidden: torch.Tensor, output: Any) -> None:
-    """Show a module's forward hooks what was computed in its place.
+def why_not_linear(layers: Sequence[Any], kind: type[nn.Module]) -> str | None:
+    """Return why a block of some linear layers cannot run fused; None if it can."""
+    if not all(type(layer) is kind for layer in layers):
+        return "not all of its linear layers are in INT8"
+    if any(layer.fallback is not None for layer in layers):
+        return "its layers have fallback"
+    if len({layer.block for layer in layers}) > 1:
+        return "its linear layers have blocks of different sides"
+    return None
 
-    By such hooks `transformers` collects the attention weights that a call asks for.
+
+def why_not_within(block: nn.Module, attention: nn.Module) -> str | None:
+    """Return what a fused block would pass by of the modules in it, as it calls none; None if none.
+
+    Every call of a block asks, which takes 4 µs: `modules()`, with names and a set, takes 6 alone.
+    """
+    waiting = [*block._modules.values()]
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        hooks = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        if hooks or (module._forward_hooks and not (module is attention and _shown_all(module))):
+            return f"a {type(module).__name__} in it has hooks"
+        if "forward" in module.__dict__:
+            return f"the forward of a {type(module).__name__} in it was replaced"
+        waiting += module._modules.values()
+    return None
+
+
+def _shown_all(attention: nn.Module) -> bool:
+    """Return whether `called` serves all forward hooks of attention: those of `transformers` alone.
+
+    Others may read its output, or change it, where the projection is not yet made.
+    """
+    homes = (getattr(hook, "__module__", None) for hook in attention._forward_hooks.values())
+    return all(str(home).startswith("transformers.") for home in homes)
+
+
+def called(module: nn.Module, hidden: torch.Tensor, output: Any) -> None:
+    """Show `transformers`' forward hooks of attention what was computed in its place.
+
+    By such hooks it collects the attention weights that a call asks for. They return nothing.
     """
     for number, hook in module._forward_hooks.items():
         keywords: tuple[Any, ...] = ({},) if number in module._forward_hooks_with_kwargs else ()

@@ -15,7 +15,16 @@ from transformers.models.gpt2.modeling_gpt2 import ALL_ATTENTION_FUNCTIONS, eage
 
 from jetfire.core.problem import Block
 from jetfire.nn.flow import Setting, flowed, product_of
-from jetfire.nn.fused_block import as_hidden, called, in_bf16, in_fp32, mask_of, stream_of
+from jetfire.nn.fused_block import (
+    as_hidden,
+    called,
+    in_bf16,
+    in_fp32,
+    mask_of,
+    stream_of,
+    why_not_linear,
+    why_not_within,
+)
 from jetfire.nn.linear import Int8Conv1D
 
 # The forms of its activation functions.
@@ -25,6 +34,8 @@ _FORMS: dict[type[nn.Module], Literal["tanh", "erf"]] = {
     GELUTanh: "tanh",
     GELUActivation: "erf",
 }
+# Of what is in a block: the forward of any other class would be passed by.
+_PARTS = modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2MLP
 
 
 class GPT2Block(modeling_gpt2.GPT2Block):
@@ -33,7 +44,8 @@ class GPT2Block(modeling_gpt2.GPT2Block):
     It is named as the class whose place it takes: FSDP's wrapping policies go by names.
 
     It calls its layers as it did before where there is no BF16 autocast, with cross attention, and
-    where a layer was replaced since or parameters are no longer fp32.
+    where a layer was replaced since or has hooks, where its two dropouts or norms differ, and where
+    parameters are no longer fp32.
     Attention is the model's own: masks, caches and implementations are as before. Checkpointing
     gives the bits that there are without it. Reentrant checkpointing gives the loss's alone, as it
     rounds gradients by other draws.
@@ -57,7 +69,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         """Return the hidden states, batch×length×width, bf16."""
         attention_mask = mask_of(attention_mask)
         singly = encoder_hidden_states is not None or not in_bf16(hidden_states.device.type)
-        if singly or not _layers_allow(self):
+        if singly or _why_not_now(self) is not None:
             encoder = encoder_hidden_states, encoder_attention_mask
             given: Any = hidden_states, past_key_values, attention_mask, *encoder, use_cache
             found: torch.Tensor = super().forward(*given, **kwargs)
@@ -73,18 +85,19 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 own.config._attn_implementation, eager_attention_forward
             )
             given = own, query, key, value, attention_mask
-            p = own.attn_dropout.p if self.training else 0.0
+            p = own.attn_dropout.p if own.training else 0.0
             output = interface(*given, dropout=p, scaling=own.scaling, **kwargs)
             called(own, hidden_states, output)
             attended: torch.Tensor = output[0]
             return attended
 
         mlp, own, linears = self.mlp, self.attn, _linears(self)
+        dropout = _rate(own.resid_dropout)
         setting = Setting(
             linears[0].block,
             self.flow,
             self.ln_1.eps,
-            own.resid_dropout.p if self.training else 0.0,
+            dropout,
             _FORMS[type(mlp.act)],
             transposed=True,
         )
@@ -92,7 +105,8 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         norms = [(norm.weight, norm.bias) for norm in (self.ln_1, self.ln_2)]
         products = [product_of([linear], linear.codes()) for linear in linears]
         widths = (own.embed_dim,) * 3
-        after = flowed(stream, setting, norms, products, widths, attention, self.training)
+        draws = self.training or dropout > 0.0  # some drop in evaluation, too
+        after = flowed(stream, setting, norms, products, widths, attention, draws)
         return as_hidden(after, hidden_states.shape)
 
     def extra_repr(self) -> str:
@@ -100,30 +114,54 @@ class GPT2Block(modeling_gpt2.GPT2Block):
 
 
 def _linears(block: modeling_gpt2.GPT2Block) -> tuple[Any, ...]:
-    return block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+    own, mlp = block.attn, block.mlp
+    return own.c_attn, own.c_proj, mlp.c_fc, mlp.c_proj
 
 
-def _layers_allow(block: GPT2Block) -> bool:
-    """Return whether a fused block's layers and norms are still those that it was fused with."""
-    linears = _linears(block)
-    converted = all(type(layer) is Int8Conv1D for layer in linears)
-    alike = converted and len({layer.block for layer in linears}) == 1
-    return alike and type(block.mlp.act) in _FORMS and in_fp32(*linears, block.ln_1, block.ln_2)
+def _rate(dropout: nn.Module) -> float:
+    return dropout.p if dropout.training else 0.0  # type: ignore[return-value]
+
+
+def _why_not_now(block: Any) -> str | None:
+    """Return why a block cannot run fused as it is now; None if it can."""
+    try:
+        own, mlp, norms = block.attn, block.mlp, (block.ln_1, block.ln_2)
+        linears, kind = _linears(block), type(mlp.act)
+        dropouts = own.resid_dropout, mlp.dropout
+    except AttributeError as error:
+        return f"a layer was replaced: {error}"
+    if (reason := why_not_linear(linears, Int8Conv1D)) is not None:
+        return reason
+    if (type(own), type(mlp)) != _PARTS:
+        return "its attention or MLP is of another class"
+    if kind not in _FORMS:
+        return f"its activation is {kind.__name__}: expected a GELU"
+    if not all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms):
+        return "its norms are not both LayerNorm with a bias"
+    if norms[0].eps != norms[1].eps:
+        return "its norms differ in eps"
+    if not all(type(dropout) is nn.Dropout for dropout in dropouts):
+        return "its dropouts are not both Dropout"
+    if (rate := _rate(dropouts[0])) != _rate(dropouts[1]):
+        return "its dropouts differ"
+    if rate == 1.0:
+        return "its dropouts drop everything"
+    if not in_fp32(*linears, *norms):
+        return "its parameters are not all float32"
+    return why_not_within(block, own)
 
 
 def why_not(block: nn.Module, flow: Block) -> str | None:
     """Return why a block whose linear layers are converted cannot be fused; None if it can."""
     assert isinstance(block, modeling_gpt2.GPT2Block)
-    if not all(type(layer) is Int8Conv1D for layer in _linears(block)):
-        return "not all of its linear layers are in INT8"
-    if len({layer.block for layer in _linears(block)}) > 1:
-        return "its linear layers have blocks of different sides"
+    if (reason := _why_not_now(block)) is not None:
+        return reason
     if "forward" in vars(block):
         return "its forward was replaced"
     if hasattr(block, "crossattention"):
         return "cross attention"
-    if (kind := type(block.mlp.act)) not in _FORMS:
-        return f"its activation is {kind.__name__}: expected a GELU"
+    if block.attn.resid_dropout.p != block.mlp.dropout.p:  # in evaluation they do not differ
+        return "its dropouts differ"
     if block.attn.config._attn_implementation == "eager" and block.attn.reorder_and_upcast_attn:
         return "reorder_and_upcast_attn"
     if not in_fp32(*block.modules()):
