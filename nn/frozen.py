@@ -114,9 +114,7 @@ class _FloatWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        found = self.layer.dequantised().as_subclass(_FloatData)
-        found.layer = self.layer
-        return found
+        return self.layer.dequantised()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -131,24 +129,3 @@ class _FloatWeight(torch.Tensor):
             raise UsageError(f"{func} on a frozen weight: expected an assignment to its data")
         args, kwargs = tree_map_only(cls, lambda w: w.layer.dequantised(), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-# Operators that change their operand; methods that do end in one underscore.
-_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
-
-
-class _FloatData(torch.Tensor):
-    """The `data` of a frozen layer's weight: what changes it in place is written to the codes."""
-
-    layer: FrozenInt8Linear
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            name = func.__name__
-            in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-            changed = next(iter((*args, *(kwargs or {}).values())), None)
-            if in_place and isinstance(changed, cls):
-                changed.layer.weight = changed.as_subclass(torch.Tensor)
-        return result
