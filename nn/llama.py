@@ -162,9 +162,8 @@ class Int8LlamaBlock(StreamBlock):
 
 
 _Tables = tuple[Tensor, Tensor]
-# With the stream where they were made. What graphs read is kept for good.
-_tables: dict[tuple[Any, ...], tuple[_Tables, torch.cuda.Stream | None]] = {}
-_tables_of_graphs: dict[tuple[Any, ...], _Tables] = {}
+_tables: dict[tuple[Any, ...], tuple[_Tables, torch.cuda.Stream | None]] = {}  # and where made
+_read_by_graphs: set[tuple[Any, ...]] = set()  # keys of those that are kept for good
 
 
 def rotary_tables(
@@ -180,7 +179,7 @@ def rotary_tables(
     if key in _tables:
         made, stream = _tables[key]
         if captured:
-            _tables_of_graphs[key] = made
+            _read_by_graphs.add(key)
         if stream is not None and not torch.compiler.is_compiling():
             wait_for(stream, made)
         return made
@@ -190,7 +189,9 @@ def rotary_tables(
         angles = torch.outer(positions, theta**-pairs).repeat(batch, 1)
         made = angles.cos().float(), angles.sin().float()
     if type(made[0]) is Tensor and not captured and not torch.compiler.is_compiling():
-        if len(_tables) == _MOST_TABLES:
-            _tables.clear()
+        others = _tables.keys() - _read_by_graphs
+        if len(others) == _MOST_TABLES:
+            for other in others:
+                del _tables[other]
         _tables[key] = made, torch.cuda.current_stream(device) if cuda else None
     return made

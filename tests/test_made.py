@@ -216,3 +216,14 @@ def test_rows_of_a_gradient_that_lie_on_each_other_are_not_for_tma():
     assert norm_tiles.accesses(problem, inputs, op.outputs(problem, inputs)).stream == 16
     inputs["dsum"] = inputs["dsum"][:1].expand(64, 128)
     assert norm_tiles.accesses(problem, inputs, op.outputs(problem, inputs)).stream == 2
+
+
+def test_angles_of_many_lengths_are_dropped_but_those_that_a_graph_reads(monkeypatch):
+    monkeypatch.setattr(llama, "_tables", {})
+    cpu = torch.device("cpu")
+    kept = llama.rotary_tables(40, 1, 64, 1e4, cpu)
+    monkeypatch.setattr(llama, "_read_by_graphs", set(llama._tables))
+    for length in range(100, 100 + 2 * llama._MOST_TABLES):
+        llama.rotary_tables(length, 1, 64, 1e4, cpu)
+    assert len(llama._tables) <= llama._MOST_TABLES + 1
+    assert llama.rotary_tables(40, 1, 64, 1e4, cpu) is kept
