@@ -26,9 +26,8 @@ _said: set[tuple[str, ...]] = set()
 def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     """Return a kernel that takes a problem on a device, with its tuned, nearest or default config.
 
-    It is the first that takes the problem, candidates last that were not tuned for exactly this one
-    on this device. Where the first was tuned for exactly it, it is the fastest of all that were, on
-    the same device.
+    It is the first in turn that takes the problem. Where that one was tuned for exactly this
+    problem, it is the fastest of all that were, on the same device.
 
     Raises:
         UsageError: no kernel takes it; the message has each one's reason. Or profiles are strict,
@@ -52,7 +51,10 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
 
 
 def in_turn(op: Op, problem: Any, device: Device) -> list[Kernel]:
-    """Return an op's kernels in the order in which they are asked whether they take a problem."""
+    """Return an op's kernels in the order in which they are asked whether they take a problem.
+
+    A candidate comes last, unless it was tuned for exactly this problem on this device.
+    """
 
     def waits(kernel: Kernel) -> bool:
         return kernel.candidate and profiles.exact(op, kernel, problem, device) is None

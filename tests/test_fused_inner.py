@@ -63,7 +63,7 @@ def is_as_its_layers(kind, change):
     assert torch.equal(logits(ours), logits(theirs))
 
 
-# --- A: hooks and forwards of modules in a block
+# --- hooks and forwards of modules in a block
 
 
 @kinds
@@ -204,7 +204,7 @@ def test_a_model_offloaded_by_accelerate(kind):
     assert torch.equal(logits(ours), expected)
 
 
-# --- B: what GPT-2's two branches have of their own
+# --- what GPT-2's two branches have of their own
 
 
 def drops(made):
@@ -297,7 +297,7 @@ def test_the_eps_of_either_norm_counts(kind, which):
     is_as_its_layers(kind, lambda block: setattr(getattr(block, norms[which]), eps, 100.0))
 
 
-# --- C: modules replaced
+# --- modules replaced
 
 
 class Nothing(nn.Module):
@@ -356,7 +356,7 @@ def test_norms_tuned_by_peft(kind):
     assert found[0] == pytest.approx(found[1], abs=1e-3)
 
 
-# --- D: fallback
+# --- fallback
 
 
 @kinds
@@ -380,7 +380,7 @@ def test_fallback_given_afterwards_counts(kind):
     assert torch.equal(logits(made), logits(other))
 
 
-# --- E: a forward of its own that a layer has when it is converted
+# --- a forward of its own that a layer has when it is converted
 
 
 def test_a_layer_with_a_forward_of_its_own_is_left():
