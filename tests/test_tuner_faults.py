@@ -249,11 +249,31 @@ def test_nothing_in_time_exits_6_and_more_time_mends_it(capsys, tmp_path, monkey
     assert code == 6
     assert "no config was done in 1 s: give a longer --trial-timeout" in errors[-1]
     assert entries(tmp_path) == []
-    # What hung for a second is tried again where it has more than two.
+    # What hung for a second is tried again where it has more.
     monkeypatch.setenv("FAULTY_HANG_S", "0")
     code, _, errors = tune(capsys, *words, "--trial-timeout", "3s")
     assert code == 0, errors
     assert len(entries(tmp_path)) == 1
+
+
+def test_what_lacked_time_is_tried_again_with_more(capsys, journal, monkeypatch):
+    words = ["--space=fault=none,hang", "--space=ms=1", "--space=tile=1,2", "--storage", journal]
+    monkeypatch.setenv("FAULTY_HANG_S", "1.5")
+    code, _, errors = tune(capsys, *words)
+    assert code == 0, errors
+    assert sorted(outcomes(journal).values()) == ["ok", "ok", "timeout", "timeout"]
+    code, _, errors = tune(capsys, *words)
+    assert code == 0, errors
+    assert "tuned already, 4 trials" in errors[-1]
+    # All but what they hang for is done in the same time.
+    monkeypatch.setenv("FAULTY_HANG_S", "0")
+    code, _, errors = tune(capsys, *words, "--trials", 4, "--trial-timeout", "20s")
+    assert code == 0, errors
+    again = [t for t in trials(journal) if t.number >= 4]
+    assert [(t.params["fault"], t.user_attrs["outcome"]) for t in again] == [("hang", "ok")] * 2
+    code, _, errors = tune(capsys, *words, "--trials", 4, "--trial-timeout", "20s")
+    assert code == 0, errors
+    assert "tuned already, 6 trials" in errors[-1]
 
 
 def test_a_budget_in_which_nothing_is_tried_exits_6(capsys, tmp_path):
@@ -343,6 +363,7 @@ def test_compilers_that_fail(monkeypatch):
     assert raises.message == "CompilationError: ptxas: line 1\nptxas: line 2"
     assert dies.message == "worker ended by exit code 9"
     assert hangs.message == "took over 1 s to compile"
+    assert not hangs.lacked_time(LONG)  # a longer --trial-timeout leaves compilers what they have
     assert good.outcome == "ok"
 
 

@@ -35,9 +35,9 @@ def identity():
     return Identity(KERNEL, PROBLEM, DEVICE, space, "time", "normal")
 
 
-def opened(storage):
+def opened(storage, strategy="random", trial_s=0.0):
     known = identity()
-    return Study(known, STRATEGIES["random"](known.space, 0, ()), storage, print, {})
+    return Study(known, STRATEGIES[strategy](known.space, 0, (), trial_s), storage, print, {})
 
 
 def test_a_search_for_the_same_bits_is_another_one():
@@ -89,6 +89,29 @@ def test_a_trial_that_another_tuner_gave_up_stays_so(tmp_path, database, outcome
     slow.finish(number, config, Measurement("ok", 2.0))
     assert [m.ms for _, m in other.finished()] == [2.0]
     slow.give_up()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_only_what_lacked_time_is_asked_again(tmp_path, strategy):
+    storage = str(tmp_path / "s.journal")
+    study = opened(storage, strategy, 1.0)
+    short = Measurement("timeout", seconds=1.1, limit=1.0)
+    fates = {0: short, 1: Measurement("crash"), 2: Measurement("timeout", seconds=130.0)}
+    tried = {}
+    while not study.exhausted():
+        number, config = study.ask()
+        tried[number] = config
+        study.finish(number, config, fates.get(number, Measurement("ok", 1.0 + number)))
+    count = len(tried)
+    assert opened(storage, strategy, 1.0).exhausted()
+    longer = opened(storage, strategy, 2.0)
+    assert (longer.taken(), longer.exhausted()) == (count - 1, False)
+    number, config = longer.ask()
+    assert config == tried[0]
+    longer.finish(number, config, dataclasses.replace(short, limit=2.0))
+    assert longer.exhausted()
+    assert longer.taken() == count
+    assert not opened(storage, strategy, 3.0).exhausted()
 
 
 def test_other_errors_of_a_trial_are_not_hidden(tmp_path, monkeypatch):

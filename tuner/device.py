@@ -297,7 +297,10 @@ class DeviceRunner:
             return
         if task.ready:
             seconds = self.now() - task.began + task.spent
-            found = Measurement(outcome, message=message, seconds=seconds)
+            # A compiler's limit is its own: it is the same another time.
+            lacked = outcome == "timeout" and seat in self._measuring
+            limit = self.trial_s if lacked else None
+            found = Measurement(outcome, message=message, seconds=seconds, limit=limit)
             self._done.append((task.number, found))
         elif task.again:
             self._trouble = message

@@ -240,7 +240,7 @@ class Session:
                 asked.data,
                 asked.bits is not None,
             ),
-            STRATEGIES[name](space, asked.seed, first),
+            STRATEGIES[name](space, asked.seed, first, asked.trial_s),
             asked.storage if asked.keep else InMemoryStorage(),
             self.display.note,
             attributes,
@@ -252,7 +252,7 @@ class Session:
         study, tried = one.study, len(one.trials)
         exhausted = study.exhausted()
         decided = is_current(one.found, self.objective) and "final" in study.optuna.user_attrs
-        if not decided or not (exhausted or tried >= self.trials):
+        if not decided or not (exhausted or study.taken() >= self.trials):
             return False
         self.display.index += 1
         self.display.note(
@@ -299,6 +299,7 @@ class Session:
         """Decide, and save what is new."""
         begin = self.runner.now()
         finalists = one.study.best(self.effort.finalists)
+        latest = dict(one.trials)  # what lacked time may have been tried again
         try:
             final = decide(
                 self.runner,
@@ -308,7 +309,7 @@ class Session:
                 one.found.source == "tuned",
                 self.objective,
                 min(rounds_s, max(1.0, self.end - begin)),
-                {config: m.message for config, m in one.trials if self._hopeless(m)},
+                {c: m.message for c, m in latest.items() if self._hopeless(m)},
                 self.effort.rounds,
             )
         except WrongResultError:
@@ -417,7 +418,7 @@ class Session:
     def _hopeless(self, measurement: Measurement) -> bool:
         """Whether another run would change nothing; with more time it may."""
         if measurement.outcome == "timeout":
-            return self.asked.trial_s < 2 * measurement.seconds
+            return not measurement.lacked_time(self.asked.trial_s)
         return measurement.outcome in HOPELESS
 
     def _save(self, one: Search, final: Final) -> None:

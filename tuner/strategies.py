@@ -1,7 +1,7 @@
 """What to try next: Optuna samplers over a `Space`, by name.
 
-All of them try `first` before anything else, and no point twice. They are told of every point that
-is tried or under way, by whomever: a study may have several tuners.
+All of them try `first` before anything else, and no point twice but one that lacked time. They are
+told of every point that is tried or under way, by whomever: a study may have several tuners.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from jetfire.tuner.space import Point, Space
-from jetfire.tuner.trial import score
+from jetfire.tuner.trial import Measurement, score
 
 # Points chosen at random before a model of the time is worth asking.
 RANDOM_FIRST = 10
@@ -34,18 +34,22 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
 
 
 class Strategy(BaseSampler):
-    """Chooses a point that is in no trial yet.
+    """Chooses a point that no trial has taken yet.
 
     Args:
         first: points to try before all others.
         seed: of all that is drawn; any integer.
+        trial_s: seconds that a config is given: what fewer were too few for is tried again.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
+    def __init__(
+        self, space: Space, seed: int, first: Sequence[Point] = (), trial_s: float = 0.0
+    ) -> None:
         self.space = space
         self.first = first
+        self.trial_s = trial_s
         self.seed = seed % 2**32  # what NumPy's generators take
         self.rng = np.random.default_rng(self.seed)
 
@@ -57,7 +61,7 @@ class Strategy(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        seen = observations(study, self.space, but=trial.number)
+        seen = observations(study, self.space, self.trial_s, but=trial.number)
         try:
             point = next((p for p in self.first if p not in seen), None)
             return self.space.parameters(point or self.pick(seen, study))
@@ -100,8 +104,22 @@ class Strategy(BaseSampler):
 Seen = list[float] | None
 
 
-def observations(study: Study, space: Space, but: int = -1) -> dict[Point, Seen]:
-    """Every point of a study's trials but one; those given up before an outcome are not seen."""
+def is_taken(trial: FrozenTrial, trial_s: float) -> bool:
+    """Return whether a trial's config is not tried again.
+
+    It is under way, or has an outcome that `trial_s`, the seconds for a config, would not change.
+    """
+    told = trial.user_attrs
+    if trial.state == TrialState.RUNNING or told.get("outcome") != "timeout":
+        return trial.state == TrialState.RUNNING or "outcome" in told
+    measurement = Measurement.parse(told)
+    return measurement is None or not measurement.lacked_time(trial_s)
+
+
+def observations(
+    study: Study, space: Space, trial_s: float = 0.0, but: int = -1
+) -> dict[Point, Seen]:
+    """Every point that a study's trials but one have taken."""
     found: dict[Point, Seen] = {}
     count = len(study.directions)
     for trial in study.get_trials(deepcopy=False):
@@ -109,7 +127,7 @@ def observations(study: Study, space: Space, but: int = -1) -> dict[Point, Seen]
             continue
         if trial.state == TrialState.COMPLETE and can_be(trial.values, count):
             found[point] = list(trial.values)
-        elif trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs:
+        elif is_taken(trial, trial_s):
             found.setdefault(point, None)
     return found
 
@@ -160,8 +178,10 @@ class Tpe(Strategy):
 
     name = "tpe"
 
-    def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
-        super().__init__(space, seed, first)
+    def __init__(
+        self, space: Space, seed: int, first: Sequence[Point] = (), trial_s: float = 0.0
+    ) -> None:
+        super().__init__(space, seed, first, trial_s)
         self._tpe = TPESampler(seed=self.seed, n_startup_trials=RANDOM_FIRST, n_ei_candidates=96)
         self._ranks: dict[str, BaseDistribution] = {
             name: IntDistribution(0, len(values) - 1)
@@ -235,8 +255,10 @@ class GaussianProcess(Strategy):
     name = "gp"
     noise = 1e-2
 
-    def __init__(self, space: Space, seed: int, first: Sequence[Point] = ()) -> None:
-        super().__init__(space, seed, first)
+    def __init__(
+        self, space: Space, seed: int, first: Sequence[Point] = (), trial_s: float = 0.0
+    ) -> None:
+        super().__init__(space, seed, first, trial_s)
         self._varied = [len(values) > 1 for values in space.fields.values()]
         self._weights = np.ones(sum(self._varied))
         self._fitted = 0

@@ -34,7 +34,7 @@ from jetfire.measure import provenance
 from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.report.text import plural
 from jetfire.tuner.space import Space
-from jetfire.tuner.strategies import Exhausted, Strategy, distributions
+from jetfire.tuner.strategies import Exhausted, Strategy, distributions, is_taken
 from jetfire.tuner.trial import Measurement, Objective, score
 
 # A trial of another machine that has run for so long has lost its tuner.
@@ -293,6 +293,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._asked: dict[int, optuna.Trial] = {}
         self.identity, self.space, self.objective = identity, identity.space, identity.objective
+        self._trial_s = strategy.trial_s
         self._broken = False
         opened, self.file = (
             (storage, None)
@@ -403,10 +404,10 @@ class Study:
             return trial.number, self.space.config(point)
 
     def exhausted(self) -> bool:
-        """Every legal config has an outcome or is under way."""
+        """Every legal config is taken."""
         if not self.space.whole or self.taken() < len(self.space.pool):
             return False
-        seen = {self.space.point(t.params) for t in self._trials() if _is_taken(t)}
+        seen = {self.space.point(t.params) for t in self._trials() if self._is_taken(t)}
         return seen.issuperset(self.space.pool)
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
@@ -415,7 +416,7 @@ class Study:
         params = asked.params  # a copy each time
         while True:
             trials = self.optuna.get_trials(deepcopy=False)
-            earlier = [t for t in trials if t.number < asked.number and _is_taken(t)]
+            earlier = [t for t in trials if t.number < asked.number and self._is_taken(t)]
             if any(t.params == params for t in earlier):
                 return True
             # Of tuners that choose at once, those who began later wait for what the first takes.
@@ -437,6 +438,8 @@ class Study:
         attributes = {"config": config.as_dict(), **measurement.as_dict()}
         attributes["message"] = measurement.message[:MESSAGE]  # the log has it whole
         del attributes["outcome"]
+        if measurement.limit is None:  # as of nearly all
+            del attributes["limit"]
         with self._using():
             trial = self._asked[number]
             try:
@@ -472,9 +475,12 @@ class Study:
         with self._using():
             return self.optuna.get_trials(deepcopy=False)
 
+    def _is_taken(self, trial: FrozenTrial) -> bool:
+        return is_taken(trial, self._trial_s)
+
     def taken(self) -> int:
-        """Trials that have an outcome, and those under way, of whichever tuner."""
-        return sum(map(_is_taken, self._trials()))
+        """Trials whose configs are not tried again, of whichever tuner."""
+        return sum(map(self._is_taken, self._trials()))
 
     def finished(self) -> list[tuple[Config, Measurement]]:
         """Every trial that has an outcome, of whichever tuner, in order."""
@@ -503,11 +509,6 @@ class Study:
             return
         with self._using():
             self.optuna.set_user_attr("final", dict(final))
-
-
-def _is_taken(trial: FrozenTrial) -> bool:
-    """Return whether a trial has an outcome or is under way: its config is not tried again."""
-    return trial.state == TrialState.RUNNING or "outcome" in trial.user_attrs
 
 
 def _start_time(pid: int) -> str | None:

@@ -35,6 +35,7 @@ class Measurement:
         joules: energy per call, where it was asked for and can be read.
         message: all that is known of a failure.
         seconds: wall time that it cost.
+        limit: seconds that it was given (``--trial-timeout``), where they were too few.
     """
 
     outcome: Outcome
@@ -44,6 +45,11 @@ class Measurement:
     joules: NotNegative | None = None
     message: Annotated[str, Field(max_length=MIB)] = ""
     seconds: NotNegative = 0.0
+    limit: NotNegative | None = None
+
+    def lacked_time(self, trial_s: float) -> bool:
+        """Return whether it was given fewer seconds than these, and they were too few."""
+        return self.outcome == "timeout" and self.limit is not None and self.limit < trial_s
 
     @property
     def measured(self) -> bool:
