@@ -75,8 +75,8 @@ def result(value: Mapping[str, Any], display: Callable[[], object]) -> None:
 
 
 def planned(lines: Sequence[str]) -> None:
-    """Give what would be done, as the lines of a dry run."""
-    result({"plan": lines}, lambda: show("\n".join(lines)))
+    """Give what would be done, as the lines of a dry run, below those of its part before."""
+    result({"plan": [*manner.document.get("plan", ()), *lines]}, lambda: show("\n".join(lines)))
 
 
 def print_document(document: Mapping[str, Any]) -> None:

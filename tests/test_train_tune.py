@@ -1,18 +1,25 @@
 """`jetfire train tune`: which problems a training step asks for, and who tunes them."""
 
+import contextlib
+import csv
 import dataclasses
+import io
+import json
 
 import pytest
 
 from jetfire.cli import execute
-from jetfire.core import registry
+from jetfire.core import registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, UsageError, WrongResultError
 from jetfire.gpt2.bench import cases, tuning
 from jetfire.gpt2.data import prepare
 from jetfire.gpt2.training.settings import make
 from jetfire.measure.plan import Case
+from jetfire.measure.timer import Timing
 from jetfire.tuner.options import TuneOptions
+from jetfire.tuner.search import Final, FinishedSearch, SearchTarget
+from jetfire.tuner.space import Space
 
 WIDTH, TOKENS, ROWS = 64, 32, 128  # the table of 100 tokens is padded to 128 rows
 SMALL = {"layers": 3, "heads": 2, "width": WIDTH, "context": 16, "batch": 2, "accumulate": 4}
@@ -181,23 +188,23 @@ def tuned(monkeypatch, tune, seconds=0.0):
     clock = iter(seconds * i for i in range(100))
     monkeypatch.setattr(tuning.time, "monotonic", lambda: next(clock))
 
-    def record(asked):
+    def record(asked, *give):
         calls.append((asked.kernels, len(asked.cases), asked.budget_s))
-        tune(asked)
+        tune(asked, *give)
 
     monkeypatch.setattr(tuning.command, "tune", record)
     return calls
 
 
 def test_kernels_share_the_time_by_their_problems(monkeypatch):
-    calls = tuned(monkeypatch, lambda asked: None, seconds=2.0)
+    calls = tuned(monkeypatch, lambda *_: None, seconds=2.0)
     tuning._tune_all(ASKED, {"wgmma": [GEMM] * 3, "triton": [GEMM]})
     # Two of eight seconds are gone when the first begins, four when the second does.
     assert calls == [(["wgmma"], 3, 4.5), (["triton"], 1, 4.0)]
 
 
 def test_one_kernel_s_failure_leaves_the_others_tuned(monkeypatch):
-    def fail(asked):
+    def fail(asked, give):
         if asked.kernels == ["wgmma"]:
             raise WrongResultError("wrong")
 
@@ -208,13 +215,55 @@ def test_one_kernel_s_failure_leaves_the_others_tuned(monkeypatch):
 
 
 def test_an_interruption_ends_it(monkeypatch):
-    def interrupt(asked):
+    def interrupt(*_):
         raise Interrupted("interrupted")
 
     calls = tuned(monkeypatch, interrupt)
     with pytest.raises(Interrupted):
         tuning._tune_all(ASKED, {"wgmma": [GEMM], "triton": [GEMM]})
     assert len(calls) == 1
+
+
+def finished(name):
+    """A search of a kernel that came to its end."""
+    kernel, timing = registry.get_kernel("gemm", name), Timing.of([1.0] * 5)
+    default = kernel.default(GEMM.problem, Device.parse("cpu"))
+    final = Final(default, timing, timing, timing, False, {}, {})
+    target = SearchTarget(GEMM, kernel, Space({}, default, lambda config: None))
+    return FinishedSearch(target, None, final, (), True)
+
+
+@pytest.mark.parametrize("last", [None, WrongResultError("wrong"), Interrupted("interrupted")])
+@pytest.mark.parametrize("form", ["json", "csv", "table"])
+def test_several_kernels_searches_are_one_result(monkeypatch, capsys, form, last):
+    cpu = Device.parse("cpu")
+
+    def tune(asked, give):
+        (name,) = asked.kernels
+        give([finished(name)], cpu, asked.format)
+        if name == "triton" and last is not None:
+            raise last
+
+    tuned(monkeypatch, tune)
+    asked = dataclasses.replace(ASKED, format=form, device="cpu")
+    with pytest.raises(type(last)) if last is not None else contextlib.nullcontext():
+        tuning._tune_all(asked, {"wgmma": [GEMM], "triton": [GEMM]})
+    out = capsys.readouterr().out
+    if form == "json":
+        found = json.loads(out)
+        assert found["device"] == cpu.label
+        assert [one["kernel"] for one in found["searches"]] == ["wgmma", "triton"]
+    elif form == "csv":
+        assert [one["kernel"] for one in csv.DictReader(io.StringIO(out))] == ["wgmma", "triton"]
+    else:
+        assert out.count("geometric mean of 2") == out.count("geometric mean") == 1
+
+
+def test_a_dry_run_s_plans_are_one_document(monkeypatch):
+    tuned(monkeypatch, lambda asked, _: terminal.planned([f"tunes {asked.kernels[0]}"]))
+    with terminal.speaking(["--json"]) as manner:
+        tuning._tune_all(ASKED, {"wgmma": [GEMM], "triton": [GEMM]})
+    assert manner.document == {"plan": ["tunes wgmma", "tunes triton"]}
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,11 +23,12 @@ from jetfire.tuner.device import DeviceRunner
 from jetfire.tuner.display import SearchDisplay
 from jetfire.tuner.options import EFFORTS, TuneOptions
 from jetfire.tuner.recording import Recording, replayed
-from jetfire.tuner.search import SearchTarget
+from jetfire.tuner.search import FinishedSearch, SearchTarget
 from jetfire.tuner.session import Session, is_current
 from jetfire.tuner.space import Space
 
 SEARCHES = ("search", "searches")
+Give = Callable[[Sequence[FinishedSearch], Device, str], None]
 
 
 def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
@@ -82,8 +83,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def tune(asked: TuneOptions) -> None:
+def tune(asked: TuneOptions, give: Give = display.show) -> None:
     """Tune every kernel that takes each problem, and keep the winners in the user's profiles.
+
+    Args:
+        give: shows what the searches came to, or keeps it to be shown with others'.
 
     Raises:
         JetfireError: nothing can be tuned, or the study or the profile cannot be written; with exit
@@ -94,7 +98,7 @@ def tune(asked: TuneOptions) -> None:
     work = unseen.targets(asked, first) if asked.unseen else targets(asked, first)
     if not work:
         terminal.note("nothing to tune: the shard is empty, or all has its profile already")
-        display.show([], first, asked.format)
+        give([], first, asked.format)
         return
     if asked.record is not None and len(work) > 1:
         raise UsageError(f"--record {asked.record}: it holds one search, and these are {len(work)}")
@@ -111,7 +115,7 @@ def tune(asked: TuneOptions) -> None:
         runner = DeviceRunner(devices, asked.trial_s)
         session = Session(asked, first, runner, work, shown)
         session.run(profiler)
-    display.show(session.tuned, first, asked.format)
+    give(session.tuned, first, asked.format)
     if session.counted:
         display.show_counted(session.counted)
     if session.searches:

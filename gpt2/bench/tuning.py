@@ -20,8 +20,9 @@ from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import Step
 from jetfire.measure.plan import Case
-from jetfire.tuner import command
+from jetfire.tuner import command, display
 from jetfire.tuner.options import TuneOptions
+from jetfire.tuner.search import FinishedSearch
 
 
 def vocabulary_of(settings: Settings) -> int:
@@ -136,7 +137,21 @@ def tune(
 
 
 def _tune_all(asked: TuneOptions, wanted: dict[str, list[Case]]) -> None:
-    """Each kernel in its share of the time that is left, by how many problems it has."""
+    """Each kernel in its share of the time that is left, by how many problems it has.
+
+    What the searches came to is shown in one, once the last of them has ended.
+    """
+    searches: list[Sequence[FinishedSearch]] = []
+    try:
+        _tune_each(asked, wanted, lambda tuned, *_: searches.append(tuned))
+    finally:
+        if searches:  # a dry run has none
+            tuned = [one for of_kernel in searches for one in of_kernel]
+            display.show(tuned, Device.parse(asked.device), asked.format)
+
+
+def _tune_each(asked: TuneOptions, wanted: dict[str, list[Case]], give: command.Give) -> None:
+    """Tune each kernel, and raise the first error once all have had their turn."""
     end = time.monotonic() + asked.budget_s
     left = sum(map(len, wanted.values()))
     failed: list[JetfireError] = []
@@ -144,9 +159,8 @@ def _tune_all(asked: TuneOptions, wanted: dict[str, list[Case]]) -> None:
         share = (end - time.monotonic()) * len(problems) / left
         left -= len(problems)
         try:
-            command.tune(
-                dataclasses.replace(asked, cases=problems, kernels=[kernel], budget_s=share)
-            )
+            of_kernel = dataclasses.replace(asked, cases=problems, kernels=[kernel], budget_s=share)
+            command.tune(of_kernel, give)
         except Interrupted:
             raise
         except JetfireError as error:
