@@ -6,7 +6,7 @@ A file may be a stranger's: nothing in it is run, and one that would name code t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +60,7 @@ def words(
         UsageError: a key is not known, or its value is of a wrong type.
     """
     found = {}
-    for key, value in table.items():
+    for key, value in _unsaid(table, params, given).items():
         if key == "load":
             raise UsageError(f"{file}: load: {_CODE}: expected --load FILE.py")
         if key in ELSEWHERE:
@@ -69,6 +69,26 @@ def words(
             raise unknown(f"{file}: no option {key!r}", key, params or ["an empty file"])
         found[key] = _words(f"{file}: {key}={value!r}", key, value, params[key], given)
     return found
+
+
+def _unsaid(
+    table: Mapping[str, Any], params: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a table without what the command line says of the same settings by other names.
+
+    `--seed 1` and `--set seed=1` say the same.
+    """
+    fields = _fields(given.get(params["set"].name)) if "set" in params else []
+    found = {key: value for key, value in table.items() if key not in fields}
+    if isinstance(values := found.get("set"), dict):
+        options = {key for key, param in params.items() if param.name in given}
+        found["set"] = {name: value for name, value in values.items() if name not in options}
+    return found
+
+
+def _fields(texts: Sequence[str] | None) -> list[str]:
+    """Return the names in an option's ``FIELD=VALUE,...``."""
+    return re.findall("(?:^|,)([^,=]+)=", ",".join(texts or ()))
 
 
 def _words(where: str, key: str, value: Any, param: Any, given: Mapping[str, Any]) -> list[str]:
@@ -87,7 +107,7 @@ def _words(where: str, key: str, value: Any, param: Any, given: Mapping[str, Any
         if not isinstance(value, dict):
             raise UsageError(f"{where}: expected a table of names and values")
         fields = {name: ",".join(_texts(where, entry)) for name, entry in value.items()}
-        said = re.findall("(?:^|,)([^,=]+)=", ",".join(given.get(param.name, ())))
+        said = _fields(given.get(param.name))
         return [f"--{key}={name}={text}" for name, text in fields.items() if name not in said]
     several = param.multiple if option else param.nargs == -1
     if isinstance(value, list) and not several:

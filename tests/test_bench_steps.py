@@ -36,6 +36,7 @@ from jetfire.nn import recipes
 from jetfire.nn.captured import leave_capture
 from jetfire.report import documents
 from jetfire.report import training as training_report
+from jetfire.tests.given import changed
 
 CPU = Device.parse("cpu")
 STEP = StepProblem(layers=1, heads=2, width=32, batch=2, context=16, vocabulary=64)
@@ -460,7 +461,8 @@ def test_recipes_have_the_optimizer_that_is_asked_for_and_peers_torch_s(optimize
 
 def test_a_row_says_which_optimizer_its_recipe_had(tmp_path, capsys):
     file = tmp_path / "r.json"
-    words = [*WORDS, "--set", "width=128", "--recipe", "int8-block32", "-o", str(file), "--append"]
+    wide = [changed(SIZES, "width=128") if word == SIZES else word for word in WORDS]
+    words = [*wide, "--recipe", "int8-block32", "-o", str(file), "--append"]
     assert execute("train", words) == 0
     assert execute("train", [*words, "--set", "optimizer=adamw8"]) == 0
     out = capsys.readouterr().out

@@ -143,6 +143,14 @@ def test_a_run_s_settings_begin_it_again(settings, monkeypatch, tmp_path):
     again = begun(monkeypatch, "--options", str(file), "--seed", "5", "--set", "batch=2")
     expected = made.as_dict() | {"seed": 5, "batch": 2}
     assert again.as_dict() == expected
+    # `--set seed=5` is what `--seed 5` is, whichever of them either says.
+    assert begun(monkeypatch, "--options", str(file), "--set", "seed=5").seed == 5
+    assert begun(monkeypatch, "--options", str(file), "--set", "data=python").data == "python"
+    own = tmp_path / "own.toml"
+    own.write_text('preset = "tiny"\nseed = 5\n[set]\nsteps = 6\nwatch = 2\nrecipe = "bf16"')
+    words = ["--options", str(own), "--set", "seed=7,batch=2", "--steps", "8", "--watch", "0"]
+    found = begun(monkeypatch, *words)
+    assert (found.seed, found.steps, found.watch, found.recipe) == (7, 8, 0, "bf16")
     changed = begun(monkeypatch, "tiny-llama", "--options", str(file), "--set", "family=gpt2")
     assert changed.preset == "tiny-llama"
 

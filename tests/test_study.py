@@ -27,6 +27,7 @@ from jetfire.measure.results import Results
 from jetfire.report import documents
 from jetfire.report import study as texts
 from jetfire.tests import forked
+from jetfire.tests.given import changed
 
 LIMIT_S = 3600
 SMALL = (
@@ -286,6 +287,14 @@ def test_arms_are_named_one_way():
     assert words[5:] == ["--set", "order=shuffled", "--set", "optimizer=adamw8"]
 
 
+def test_an_arm_s_settings_take_the_place_of_all_runs():
+    asked = asked_for(Path("s"), settings=["order=drawn,optimizer=adamw8,batch=2"])
+    assert asked.run(Arm("int8"), 0).given()["optimizer"] == "adamw8"
+    own = asked.run(Arm("int8", ("adamw", "bf16weights")), 0).given()
+    expected = {"order": "drawn", "optimizer": "adamw", "batch": "2", "weights": "bf16"}
+    assert own == {**expected, "preset": "tiny", "recipe": "int8", "seed": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "window", "says"),
     [
@@ -322,7 +331,8 @@ def test_a_record_that_cannot_go_on_is_refused_before_anything_runs(
         record = json.dumps(made(tmp_path / "one"))
     file.write_text(record)
     window = [] if "--window" in words else ["--window", "17:20"]
-    usual = ["--steps", "20", "--set", "batch=8", *window, "--record", str(file)]
+    batch = [] if "--set" in words else ["--set", "batch=8"]
+    usual = ["--steps", "20", *batch, *window, "--record", str(file)]
     folder = tmp_path / "new"
     assert execute("train", ["study", "tiny", *usual, *words, "-o", str(folder)]) == 2
     captured = capsys.readouterr().err
@@ -564,11 +574,12 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-WORDS = ["tiny", "--data", "text.txt", "--device", "cpu", "--set", SMALL, "-o", "study"]
+WORDS = ["tiny", "--data", "text.txt", "--device", "cpu", "-o", "study", "--set"]
 
 
-def run(*words: str, steps: int = 8) -> int:
-    return execute("train", ["study", *WORDS, "--steps", str(steps), *words])
+def run(*words: str, steps: int = 8, more: str = "") -> int:
+    own = ["--steps", str(steps), *words]
+    return execute("train", ["study", *WORDS, changed(SMALL, more), *own])
 
 
 @pytest.fixture
@@ -639,11 +650,11 @@ def test_two_calls_make_one_study(home, capsys):
 
 @pytest.mark.usefixtures("here")
 def test_optimizers_are_compared_as_recipes_are(home, capsys):
-    words = ["--set", "width=128,layers=1,heads=2", "--window", "5:8"]
-    assert run("--recipe", "bf16,int8-block32+adamw8", *words) == 0
-    assert run("--recipe", "int8-block32", *words) == 0
+    words, more = ["--window", "5:8"], "width=128"
+    assert run("--recipe", "bf16,int8-block32+adamw8", *words, more=more) == 0
+    assert run("--recipe", "int8-block32", *words, more=more) == 0
     capsys.readouterr()
-    assert run("--recipe", "bf16,int8-block32+adamw8", *words) == 0
+    assert run("--recipe", "bf16,int8-block32+adamw8", *words, more=more) == 0
     assert "int8-block32+adamw8" in capsys.readouterr().out
     found = study_record.read(home / "study" / "study.json")
     assert list(found["recipes"]) == ["bf16", "int8-block32", "int8-block32+adamw8"]
@@ -744,11 +755,11 @@ def freed(run: Path) -> None:
 def test_a_study_that_is_ended_goes_on(home, capsys, request, monkeypatch):
     """The one that is killed, with which its runs are to end, has nothing that is a fork."""
     pace, steps = "evaluate_every=0,checkpoint_every=10", 400
-    words = ["--recipe", "bf16", "--seed", "0,1", "--set", pace]
+    words = ["--recipe", "bf16", "--seed", "0,1"]
     broken, done = home / "study" / "bf16-seed0", 0
     monkeypatch.setattr(study.processes, "started", forked.Started)
     for how in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
-        asked = ["study", *WORDS, *words, "--steps", str(steps)]
+        asked = ["study", *WORDS, changed(SMALL, pace), *words, "--steps", str(steps)]
         process = Real(asked) if how == signal.SIGKILL else forked.Command("train", asked)
         until_step(process, broken, done + 20)
         os.kill(process.pid, how)
@@ -766,13 +777,14 @@ def test_a_study_that_is_ended_goes_on(home, capsys, request, monkeypatch):
         saved = sorted(path.name for path in (broken / "checkpoints").iterdir())
         assert saved[-1] == f"step-{done:08d}"  # not only every tenth
     request.getfixturevalue("here")
-    assert run(*words, steps=steps) == 0
+    assert run(*words, steps=steps, more=pace) == 0
     assert "2 of 2 runs to do" in capsys.readouterr().err
     found = study_record.read(home / "study" / "study.json")
     assert [one["seed"] for one in found["recipes"]["bf16"]["runs"]] == [0, 1]
     # As if it had not been ended.
-    whole = ["--recipe", "bf16", "--steps", str(steps), "--set", f"{pace},order=shuffled"]
-    assert execute("train", [*WORDS[:-2], *whole, "-o", "whole"]) == 0
+    whole = ["--recipe", "bf16", "--steps", str(steps), "-o", "whole"]
+    settings = changed(SMALL, f"{pace},order=shuffled")
+    assert execute("train", [*WORDS, settings, *whole]) == 0
     assert losses(home / "whole") == losses(broken)
 
 

@@ -23,6 +23,7 @@ from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.model.shape import LlamaShape
 from jetfire.gpt2.training import checkpoint, command, faults, graph, log, utilisation
 from jetfire.gpt2.training.loop import Training
+from jetfire.gpt2.training.options import TrainOptions
 from jetfire.gpt2.training.parallel import Group
 from jetfire.gpt2.training.settings import EARLIER, MOST_LOOKS, PRESETS, Settings, make, resumed
 from jetfire.gpt2.training.state import build
@@ -913,10 +914,18 @@ def test_other_tokens_are_refused_on_resume(text, tmp_path, capsys):
     assert "--resume needs the same tokens" in capsys.readouterr().err
 
 
+def test_what_is_said_twice_alike_is_taken():
+    settings = ["steps=5,recipe=bf16", "steps=5", "data=python,batch=2"]
+    asked = TrainOptions("tiny", "bf16", settings, steps=5, data="python")
+    expected = {"recipe": "bf16", "steps": 5, "batch": 2, "data": "python"}
+    assert asked.begun() == make("tiny", expected)
+
+
 def test_a_fault_is_one_line_and_exits_1(text, tmp_path, capsys):
     folder = tmp_path / "run"
     words = ["tiny", "--recipe", "bf16", "--steps", "4", "--data", str(text), *SET]
-    bad = [*words, "--set", "rate=1e6,clip=0,warmup=0", "-o", str(folder)]
+    bad = [w for w in words if "warmup" not in w]
+    bad += ["--set", "rate=1e6,clip=0,warmup=0", "-o", str(folder)]
     assert execute("train", bad) == 1
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("jetfire: loss is ")

@@ -21,6 +21,7 @@ from jetfire.gpt2.training.options import RunRequest
 from jetfire.gpt2.training.parallel import Group
 from jetfire.gpt2.training.runs import opened
 from jetfire.gpt2.training.settings import make
+from jetfire.tests.given import changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +38,7 @@ def home(tmp_path_factory) -> Path:
     (home / "text.txt").write_text(" ".join(str(i) for i in range(4000)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JETFIRE_CACHE", str(home / "cache"))
-        for name, steps, more in (("run", 8, ""), ("whole", 12, ""), ("wide", 8, ",width=64")):
+        for name, steps, more in (("run", 8, ""), ("whole", 12, ""), ("wide", 8, "width=64")):
             words = [
                 "tiny",
                 "--data",
@@ -45,7 +46,7 @@ def home(tmp_path_factory) -> Path:
                 "--steps",
                 str(steps),
                 "--set",
-                SETTINGS + more,
+                changed(SETTINGS, more),
                 "-o",
                 str(home / name),
                 "--device",
@@ -156,7 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(damage, run, home,
 def test_moments_in_8_bits_go_on_bit_for_bit(more, kind, run, home):
     """Weights in BF16 too, whose rounding is a function of the step."""
     folder = run.parent / "run8"
-    words = ["--steps", "8", "--set", f"{SETTINGS},{more}", "-o", str(folder)]
+    words = ["--steps", "8", "--set", changed(SETTINGS, more), "-o", str(folder)]
     assert execute("train", ["tiny", "--data", str(home / "text.txt"), *words]) == 0
     files = [saved(folder, 8) / f"{name}.safetensors" for name in ("optimizer", "model")]
     whole, expected = losses(folder), [file.read_bytes() for file in files]
@@ -494,7 +495,7 @@ def test_options_are_the_run_s_settings(tmp_path, monkeypatch):
         "--data",
         "python",
         "--set",
-        "rate=0.5,steps=3",
+        "rate=0.5",
         "--set",
         "batch=2",
         "-o",

@@ -308,11 +308,11 @@ def runs_of(
     Raises:
         UsageError: there is no such preset, recipe or setting, or it has no kernel of ours.
     """
-    values = settings.split(given)
-    if data is not None:
-        values["data"] = data
-    chosen = recipes_of(recipes or [settings.make(preset, values).recipe])
-    return [settings.make(preset, {**values, "recipe": recipe}) for recipe in chosen]
+    usual = settings.make(preset, settings.joined(given, {"data": data})).recipe
+    return [
+        settings.make(preset, settings.joined(given, {"data": data, "recipe": recipe}))
+        for recipe in recipes_of(recipes or [usual])
+    ]
 
 
 def recipes_of(names: Sequence[str]) -> list[str]:

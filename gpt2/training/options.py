@@ -17,6 +17,7 @@ from jetfire.gpt2.training.settings import (
     Settings,
     check_processes,
     checked,
+    joined,
     load,
     make,
     split,
@@ -43,13 +44,11 @@ class TrainOptions:
     loggers: Sequence[str] = ()
 
     def given(self) -> dict[str, Any]:
-        """The settings that were asked for, an option's before `--set`'s."""
-        found: dict[str, Any] = dict(split(self.settings))
-        if "preset" in found:
+        """The settings that were asked for, by an option of their own or by `--set`."""
+        if "preset" in split(self.settings):
             raise UsageError("--set preset=…: expected PRESET, as the first word")
         names = ("preset", "recipe", "steps", "data", "seed", "watch")
-        own = {name: getattr(self, name) for name in names}
-        found.update({name: value for name, value in own.items() if value is not None})
+        found = joined(self.settings, {name: getattr(self, name) for name in names})
         if "data" in found and found["data"] not in corpora.NAMED:
             found["data"] = str(Path(found["data"]).absolute())
         return found

@@ -31,8 +31,7 @@ from jetfire.nn import recipes
 from jetfire.report.text import COUNTS, scaled
 
 # As `--set` has settings, which is what a preset stands for.
-_LONG = "accumulate=64,steps=20000,warmup=700,evaluate_every=500,evaluate_batches=40"
-_LONG += ",checkpoint_every=500"
+_LONG = "steps=20000,warmup=700,evaluate_every=500,evaluate_batches=40,checkpoint_every=500"
 _PRESETS = {
     # Bytes of text, for a CPU: 0.4 M parameters.
     "tiny": "layers=2,heads=4,width=128,context=64,batch=16,steps=50,rate=2e-3,warmup=5,"
@@ -42,19 +41,20 @@ _PRESETS = {
     "rate=1e-3,warmup=100,beta2=0.99,evaluate_every=250,evaluate_batches=20,"
     "checkpoint_every=1000,data=shakespeare-char",
     # Rates of Brown et al. (2020), table 2.1; half a million tokens per step.
-    "gpt2-124m": f"{_LONG},layers=12,heads=12,width=768",
-    "gpt2-350m": f"{_LONG},layers=24,heads=16,width=1024,rate=3e-4",
-    "gpt2-774m": f"{_LONG},layers=36,heads=20,width=1280,rate=2.5e-4",
+    "gpt2-124m": f"{_LONG},accumulate=64,layers=12,heads=12,width=768",
+    "gpt2-350m": f"{_LONG},accumulate=64,layers=24,heads=16,width=1024,rate=3e-4",
+    "gpt2-774m": f"{_LONG},accumulate=64,layers=36,heads=20,width=1280,rate=2.5e-4",
     "gpt2-1558m": f"{_LONG},layers=48,heads=25,width=1600,rate=2e-4,batch=4,accumulate=128",
     # Bytes of text, for a CPU: 1.3 M parameters.
     "tiny-llama": "family=llama,tied=false,layers=2,heads=4,kv_heads=2,width=256,hidden=512,"
     "context=64,batch=16,steps=50,rate=2e-3,warmup=5,evaluate_every=25,evaluate_batches=4,"
     "checkpoint_every=25,tokenizer=byte",
     # Blocks of as many weights as gpt2-124m's, and a head of its own: 162 M parameters.
-    "llama-160m": f"{_LONG},family=llama,tied=false,layers=12,heads=12,width=768,hidden=2048",
+    "llama-160m": f"{_LONG},accumulate=64,family=llama,tied=false,layers=12,heads=12,width=768,"
+    "hidden=2048",
     # TinyLlama 1.1B's sizes and rate (Zhang et al., 2024, arXiv 2401.02385).
-    "llama-1b": f"{_LONG},family=llama,tied=false,layers=22,heads=32,kv_heads=4,width=2048,"
-    "hidden=5632,context=2048,rate=4e-4,batch=4",
+    "llama-1b": f"{_LONG},accumulate=64,family=llama,tied=false,layers=22,heads=32,kv_heads=4,"
+    "width=2048,hidden=5632,context=2048,rate=4e-4,batch=4",
 }
 
 # A run's file of them, and what that has beside them.
@@ -310,14 +310,35 @@ def _shown(given: Any) -> str:
 
 
 def split(texts: Iterable[str]) -> dict[str, str]:
-    """``key=value`` texts, several to a text where commas part them."""
+    """``key=value`` texts, several to a text where commas part them.
+
+    Raises:
+        UsageError: one is something else, or a key has two values.
+    """
     found: dict[str, str] = {}
     for text in texts:
         for part in text.split(","):
             key, equals, value = part.partition("=")
             if not (key and equals and value):
                 raise UsageError(f"--set {part}: expected key=value")
-            found[key] = value
+            if found.setdefault(key, value) != value:
+                raise UsageError(f"--set {key}={found[key]},{key}={value}: expected one of them")
+    return found
+
+
+def joined(texts: Iterable[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as `--set` has them, and as options of the same names do; None is not given.
+
+    Raises:
+        UsageError: as `split` does, or the two are not the same.
+    """
+    found: dict[str, Any] = dict(split(texts))
+    for name, value in options.items():
+        if value is None:
+            continue
+        if found.get(name, str(value)) != str(value):
+            raise UsageError(f"--set {name}={found[name]} --{name} {value}: expected one of them")
+        found[name] = value
     return found
 
 

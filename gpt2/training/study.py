@@ -75,12 +75,11 @@ class StudyOptions:
 
     def run(self, arm: Arm, seed: int) -> TrainOptions:
         """Return the options of one run; its tokens are fresh ones unless told otherwise."""
-        fresh = () if "order" in split(self.settings) else ("order=shuffled",)
-        own = [f"{name}={value}" for name, value in arm.settings.items()]
+        settings = {"order": "shuffled", **split(self.settings), **arm.settings}
         return TrainOptions(
             preset=self.preset,
             recipe=arm.recipe,
-            settings=(*fresh, *self.settings, *own),
+            settings=[f"{name}={value}" for name, value in settings.items()],
             steps=self.steps,
             data=self.data,
             output=self.output / name_of(arm, seed),

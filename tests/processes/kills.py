@@ -25,6 +25,7 @@ import torch
 from jetfire.cli import execute
 from jetfire.gpt2.data import tokens as data
 from jetfire.gpt2.training import checkpoint, log
+from jetfire.tests.given import changed
 
 SETTINGS = (
     "layers=1,heads=2,width=32,context=16,batch=4,warmup=2,dropout=0.1,evaluate_every=5,"
@@ -167,7 +168,7 @@ class Trainers(Storm):
             "--recipe",
             self.recipe,
             "--set",
-            ",".join(filter(None, (SETTINGS, self.more))),
+            changed(SETTINGS, self.more),
             *where,
         ]
 
@@ -269,7 +270,7 @@ class Exports(Storm):
                 "--steps",
                 str(steps),
                 "--set",
-                f"{SETTINGS},width={32 * steps}",
+                changed(SETTINGS, f"width={32 * steps}"),
                 "-o",
                 str(home / f"run-{steps}"),
                 "--recipe",

@@ -24,6 +24,7 @@ from jetfire.gpt2.training import graph, parallel
 from jetfire.gpt2.training.loop import Training
 from jetfire.measure import provenance
 from jetfire.nn.products import own_part
+from jetfire.tests.given import changed
 from jetfire.tests.processes.leaving import leave
 
 DEVICE, SHARED = sys.argv[1], sys.argv[4]
@@ -54,11 +55,7 @@ def begin(name: str, how: str, recipe: str, more: str = "accumulate=2") -> None:
         "--data",
         str(HOME / "text.txt"),
         "--set",
-        SHARED,
-        "--set",
-        f"parallel={how}",
-        "--set",
-        more,
+        changed(SHARED, f"parallel={how},{more}"),
     )
 
 
