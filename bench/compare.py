@@ -104,11 +104,12 @@ class Match:
     new: list[Row]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return both rows of each pair with its ratio and verdict, and the rows of one file."""
+        """Return both rows of each pair with what the table says, and the rows of one file."""
         pairs = [
             {
                 "verdict": pair.verdict,
                 "ratio": pair.ratio,
+                "interval": pair.interval,
                 "before": pair.before.as_dict(),
                 "after": pair.after.as_dict(),
             }
@@ -213,15 +214,22 @@ def _lines(found: Match) -> list[dict[str, Any]]:
         {
             "verdict": pair.verdict,
             "ratio": pair.ratio,
+            **dict(zip(("ratio_low", "ratio_high"), pair.interval or (None, None), strict=True)),
             **_named(pair.after),
-            "before_ms": time_of(pair.before),
-            "after_ms": time_of(pair.after),
+            **_times("before", pair.before),
+            **_times("after", pair.after),
         }
         for pair in found.pairs
     ]
-    lines += [{"verdict": "gone", **_named(row), "before_ms": time_of(row)} for row in found.gone]
-    lines += [{"verdict": "new", **_named(row), "after_ms": time_of(row)} for row in found.new]
+    lines += [{"verdict": "gone", **_named(row), **_times("before", row)} for row in found.gone]
+    lines += [{"verdict": "new", **_named(row), **_times("after", row)} for row in found.new]
     return lines
+
+
+def _times(when: str, row: Row) -> dict[str, float | None]:
+    """Return a row's time and its percentiles, for CSV."""
+    found = {"ms": time_of(row), "ms_p20": row.ms_p20, "ms_p80": row.ms_p80}
+    return {f"{when}_{name}": ms for name, ms in found.items()}
 
 
 def _named(row: Row) -> dict[str, Any]:

@@ -314,6 +314,7 @@ def records(found: Sequence[Change]) -> list[dict[str, object]]:
             "commit": change.first.commit or None,
             "file": str(change.first.file),
             "after_commit": change.last.commit or None,
+            "after_file": str(change.last.file),
             "before_ms": change.before,
             "ms": change.after,
             "rise": change.rise,
@@ -329,12 +330,24 @@ def summary(
     runs: Sequence[MeasuredRun], every: Sequence[KernelTimes], found: Sequence[Change]
 ) -> str:
     """How much was judged, in a line."""
-    slower = sum(change.verdict == "slower" for change in found)
-    judged = f"{plural(len(runs), 'run')}, {plural(len(every), 'pair')} of kernel and problem"
-    text = f"{judged}: {slower} slower than before"
-    if short := sum(len(series.points) < 2 * LEAST_RUNS for series in every):
+    told = counts(runs, every, found)
+    judged = f"{plural(told['runs'], 'run')}, {plural(told['pairs'], 'pair')} of kernel and problem"
+    text = f"{judged}: {told['slower']} slower than before"
+    if short := told["unjudged"]:
         text += f"; {short} with fewer than {2 * LEAST_RUNS} runs, which cannot be judged"
     return text
+
+
+def counts(
+    runs: Sequence[MeasuredRun], every: Sequence[KernelTimes], found: Sequence[Change]
+) -> dict[str, int]:
+    """Return how many runs and pairs of kernel and problem there are, and what of these is said."""
+    return {
+        "runs": len(runs),
+        "pairs": len(every),
+        "slower": sum(change.verdict == "slower" for change in found),
+        "unjudged": sum(len(series.points) < 2 * LEAST_RUNS for series in every),
+    }
 
 
 def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | None) -> None:
@@ -356,7 +369,7 @@ def history(paths: Sequence[Path], fail_on: str | None, form: str, page: Path | 
         raise UsageError("no file has the time of a kernel")
     found = changes(every)
     said = summary(runs, every, found)
-    document = {"schema": 1, "changes": records(found)}
+    document = {"schema": 1, **counts(runs, every, found), "changes": records(found)}
     output.give(
         form,
         document,

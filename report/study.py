@@ -38,12 +38,38 @@ def _label(record: StudyRecord, recipe: str) -> str:
 
 
 def lines(record: StudyRecord) -> list[dict[str, Any]]:
-    """Return a record per run, for CSV."""
+    """Return a record per run, for CSV, each with how its recipe differs from the base."""
     return [
-        {"recipe": name, **run}
+        {"recipe": name, **run, **_differences(found)}
         for name, found in record["recipes"].items()
         for run in found["runs"]
     ]
+
+
+def _differences(found: RecipeLosses) -> dict[str, Any]:
+    return {
+        "paired_difference": found["paired_difference"] or {},
+        "validation_difference": found["validation_difference"] or {},
+    }
+
+
+def document(record: StudyRecord) -> dict[str, Any]:
+    """Return a record as JSON has it, with the means over each recipe's runs."""
+    recipes = {name: {**found, "means": means(found)} for name, found in record["recipes"].items()}
+    return {**record, "recipes": recipes}
+
+
+def means(found: RecipeLosses) -> dict[str, float | None]:
+    """Return a recipe's means over its runs; no time where they have none in common."""
+    runs = found["runs"]
+    ms = [run["ms"] for run in runs if run["ms"] is not None]
+    if len({run["settings"].get("compile") for run in runs}) > 1:
+        ms = []  # runs of which torch.compile made some have no time in common
+    return {
+        "training_loss": fmean(run["training_loss"] for run in runs),
+        "final_validation_loss": fmean(run["final_validation_loss"] for run in runs),
+        "ms": fmean(ms) if ms else None,
+    }
 
 
 def readme(record: StudyRecord) -> Table:
@@ -70,17 +96,14 @@ def _model(record: StudyRecord) -> str:
 
 
 def _row(found: RecipeLosses) -> list[str]:
-    runs = found["runs"]
-    ms = [run["ms"] for run in runs if run["ms"] is not None]
-    if len({run["settings"].get("compile") for run in runs}) > 1:
-        ms = []  # runs of which torch.compile made some have no time in common
+    count, mean = len(found["runs"]), means(found)
     return [
-        str(len(runs)),
-        f"{fmean(run['training_loss'] for run in runs):.4f}",
-        _difference(found["paired_difference"], len(runs)),
-        f"{fmean(run['final_validation_loss'] for run in runs):.4f}",
-        _difference(found["validation_difference"], len(runs)),
-        fixed(fmean(ms) if ms else None, 1),
+        str(count),
+        fixed(mean["training_loss"], 4),
+        _difference(found["paired_difference"], count),
+        fixed(mean["final_validation_loss"], 4),
+        _difference(found["validation_difference"], count),
+        fixed(mean["ms"], 1),
     ]
 
 

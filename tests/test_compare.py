@@ -1,6 +1,8 @@
 """`jetfire compare`: matching, noise, regressions and exit codes."""
 
+import csv
 import dataclasses
+import io
 import json
 
 import pytest
@@ -334,3 +336,26 @@ def test_a_table_tells_its_rows_apart():
     assert "8×8 group=32" in text
     kernels = [dataclasses.replace(pair.after, data=None) for pair in pairs[:1]]
     assert "data=" not in shown([Pair(one, one) for one in kernels])
+
+
+def test_every_format_has_what_the_table_has(tmp_path, capsys):
+    before = row(1.0, samples=30), row(1.0, problem=OTHER), row(3.0, kernel="old")
+    after = row(1.5, 0.02, samples=30), row(None, problem=OTHER, **WRONG), row(4.0, kernel="fresh")
+    files = save(tmp_path / "a.json", *before), save(tmp_path / "b.json", *after)
+    assert execute(None, ["compare", *files, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    interval = Pair(before[0], after[0]).interval
+    assert interval is not None
+    assert [one["interval"] for one in found["pairs"]] == [[*interval], None]
+    assert execute(None, ["compare", *files, "--format", "csv"]) == 0
+    slower, broken, gone, new = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [float(slower[name]) for name in ("ratio_low", "ratio_high")] == [*interval]
+    assert [float(slower[f"before_ms{which}"]) for which in ("", "_p20", "_p80")] == [1, 0.99, 1.01]
+    assert [float(slower[f"after_ms{which}"]) for which in ("", "_p20", "_p80")] == [
+        1.5,
+        1.47,
+        1.53,
+    ]
+    assert [broken[name] for name in ("ratio_low", "after_ms", "after_ms_p20")] == [""] * 3
+    assert (gone["kernel"], gone["before_ms_p20"], gone["after_ms"]) == ("old", "2.97", "")
+    assert (new["kernel"], new["before_ms"], new["after_ms_p80"]) == ("fresh", "", "4.04")

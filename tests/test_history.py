@@ -105,8 +105,12 @@ def test_a_planted_commit_is_found_and_named(results, capsys):
     folder, commits = results
     code, out, err = run(capsys, folder, "--format", "json")
     assert (code, err) == (0, "")
-    (change,) = json.loads(out)["changes"]
+    found = json.loads(out)
+    assert [found[name] for name in ("runs", "pairs", "slower", "unjudged")] == [12, 3, 1, 0]
+    (change,) = found["changes"]
     assert (change["kernel"], change["verdict"]) == ("plain", "slower")
+    files = [json.loads(Path(change[name]).read_text()) for name in ("file", "after_file")]
+    assert [one["device"]["commit"] for one in files] == [commits[8], commits[7]]
     assert (change["commit"], change["after_commit"]) == (commits[8], commits[7])
     assert change["rise"] == pytest.approx(1.1, abs=0.02)
     assert change["noise"] < 0.02

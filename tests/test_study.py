@@ -815,11 +815,25 @@ RECORDS = Path(__file__).parents[1] / "docs" / "results"
 def test_a_study_in_every_format(capsys):
     record = json.loads((RECORDS / "study-124m.json").read_text())
     study.show(record, "json")
-    assert json.loads(capsys.readouterr().out)["preset"] == record["preset"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["preset"] == record["preset"]
+    for name, told in found["recipes"].items():
+        mean, row = told.pop("means"), texts.table(record).rows[[*record["recipes"]].index(name)]
+        assert [f"{mean[of]:.4f}" for of in ("training_loss", "final_validation_loss")] == [
+            row[2],
+            row[4],
+        ]
+        assert mean["ms"] is None or f"{mean['ms']:.1f}" == row[-1]
+    assert found == record
     study.show(record, "csv")
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(lines) == sum(len(found["runs"]) for found in record["recipes"].values())
     assert {line["recipe"] for line in lines} == {*record["recipes"]}
+    for line in lines:
+        for which in ("paired_difference", "validation_difference"):
+            known = record["recipes"][line["recipe"]][which] or {}
+            for of in ("mean", "low", "high", "over"):
+                assert line[f"{which}.{of}"] == ("" if known.get(of) is None else str(known[of]))
     study.show(record, "md")
     out = capsys.readouterr().out
     assert texts.explained(record) in out

@@ -237,7 +237,7 @@ def show(record: StudyRecord, form: str = "table") -> None:
     """Give a record, in one of `report.output.FORMATS`."""
     output.give(
         form,
-        record,
+        report.document(record),
         lambda: _print(record),
         lambda: {report.explained(record): report.table(record)},
         lambda: report.lines(record),
