@@ -53,6 +53,9 @@ def run(
     """Say by layer what INT8 takes and loses beside BF16 and FP8, and what to convert."""
     from jetfire.models import options
 
+    if not sqnr:
+        useful = ("model", "recipes", "settings", "sqnr", "format", "device", "seed", "debug")
+        o.alone(run, "--no-sqnr", locals(), *useful)
     asked = o.collect(options.AdviseOptions, locals())
     options.check(asked)
     from jetfire.models import advise
