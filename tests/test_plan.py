@@ -413,6 +413,16 @@ def test_a_config_of_transformers(tmp_path, capsys):
     assert (found["settings"]["batch"], found["settings"]["dropout"]) == (2, 0)
 
 
+@pytest.mark.parametrize("words", ["--data nosuch", "--data python", "--set data=nosuch"])
+def test_data_beside_a_config_are_refused(tmp_path, capsys, words):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIG, "model_type": "gpt2"}))
+    assert execute("train", ["plan", str(file), *words.split()]) == 2
+    name = words.split()[1].removeprefix("data=")
+    said = f"jetfire: --data {name}: {file} has a vocabulary of its own\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def test_a_config_of_a_llama(tmp_path, capsys):
     """TinyLlama 1.1B's sizes (arXiv 2401.02385): those of the preset, which it is counted as."""
     config = {"model_type": "llama", "num_hidden_layers": 22, "num_attention_heads": 32}

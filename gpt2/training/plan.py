@@ -17,7 +17,7 @@ from jetfire.gpt2.data.prepared import META, read_meta
 from jetfire.gpt2.model.layouts import shape_of
 from jetfire.gpt2.training.memory import Needs, needs
 from jetfire.gpt2.training.options import TrainOptions, check_data
-from jetfire.gpt2.training.settings import Settings, make
+from jetfire.gpt2.training.settings import Settings, make, split
 from jetfire.nn.recipes import RECIPES
 from jetfire.report import output
 from jetfire.report.table import Table
@@ -46,7 +46,8 @@ class PlanOptions(TrainOptions):
         """Return the settings, and the number of tokens in the vocabulary.
 
         Raises:
-            UsageError: there is no such preset, file or setting, or the vocabulary is not known.
+            UsageError: there is no such preset, file or setting, the vocabulary is not known, or
+                there are data beside a file that says it.
         """
         if self.preset is None or not self.preset.endswith(".json"):
             settings = self.begun()
@@ -59,10 +60,14 @@ class PlanOptions(TrainOptions):
             raise UsageError(
                 f"{error}: expected a preset, or GPT-2's or Llama's config.json"
             ) from None
+        given = self.given()
+        if "data" in given:
+            named = self.data or split(self.settings)["data"]
+            raise UsageError(f"--data {named}: {file} has a vocabulary of its own")
         sizes = {**dataclasses.asdict(shape), "family": shape.family}
         vocabulary = sizes.pop("vocabulary")
         base = "gpt2-124m"
-        return make(base, {**sizes, **self.given(), "preset": base}), vocabulary
+        return make(base, {**sizes, **given, "preset": base}), vocabulary
 
 
 def _vocabulary(settings: Settings) -> int:
