@@ -23,6 +23,8 @@ from jetfire import cli
 from jetfire.core import processes
 
 FORK, SPAWN = (multiprocessing.get_context(name) for name in ("fork", "spawn"))
+# Where torch was asked for a GPU, as the tests ask it first of all, no fork of it can have one.
+FORKS = not torch.cuda.is_available()
 
 
 class _Process(FORK.Process):
@@ -69,8 +71,8 @@ def _own_streams():
 
 
 def fork_workers(monkeypatch):
-    """Have every `Worker` forked from now on, unless a GPU's context is here, which cannot be."""
-    if not torch.cuda.is_initialized():
+    """Have every `Worker` forked from now on, unless a GPU is here."""
+    if FORKS:
         context = _Context()
         forking = SimpleNamespace(get_context=lambda name: context)
         monkeypatch.setattr(processes, "multiprocessing", forking)
@@ -79,8 +81,8 @@ def fork_workers(monkeypatch):
 
 
 def start(target, *args):
-    """Start a process that calls a function; forked, unless a GPU's context is here."""
-    kind = SPAWN.Process if torch.cuda.is_initialized() else _Process
+    """Start a process that calls a function; forked, unless a GPU is here."""
+    kind = _Process if FORKS else SPAWN.Process
     process = kind(target=target, args=args)
     process.start()
     atexit.register(process.kill)  # else a failed test's is waited for
@@ -90,13 +92,13 @@ def start(target, *args):
 def torchrun(script, *words, **environment):
     """Have torchrun run a script in two processes; raise where it fails.
 
-    They are its forks, or spawned by it where a GPU's context is here.
+    They are its forks, or spawned by it where a GPU is here.
 
     Args:
         environment: what they are given beside this process's.
     """
     words = [str(script), *map(str, words)]
-    if torch.cuda.is_initialized():
+    if not FORKS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         subprocess.run([*command, "--nproc_per_node=2", *words], check=True, env=environment)
