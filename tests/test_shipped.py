@@ -104,7 +104,8 @@ def test_a_tile_is_not_taken_for_another_rounding_or_layout_that_it_was_slow_for
     tuned = of.Problem(m=8192, n=4096)
     assert profiles.find(of, kernel, tuned, H200).source == "tuned"
     other = dataclasses.replace(tuned, **{field: value})
-    assert profiles.find(of, kernel, other, H200).source == "default"
+    found = profiles.find(of, kernel, other, H200)
+    assert found.source == "default" or found.entry.problem[field] == value
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
