@@ -23,6 +23,7 @@ from jetfire.nn.fused_block import (
     mask_of,
     stream_of,
     why_not_linear,
+    why_not_theirs,
     why_not_within,
 )
 from jetfire.nn.linear import Int8Linear
@@ -60,6 +61,7 @@ class DecoderBlock(nn.Module):
     """
 
     flow: Block
+    _home: str  # where its family's classes are
     _joined: tuple[JoinedWeights, JoinedWeights]
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -138,32 +140,39 @@ def _norms(block: Any) -> tuple[Any, Any]:
     return block.input_layernorm, block.post_attention_layernorm
 
 
-def _why_not_now(block: nn.Module) -> str | None:
+def _home(block: nn.Module) -> str:
+    """Return the name of the module that a block's family is of."""
+    return block._home if isinstance(block, DecoderBlock) else type(block).__module__
+
+
+def _why_not_now(block: Any) -> str | None:
     """Return why a block cannot run fused as it is now; None if it can."""
     try:
         layers = [layer for group in _groups(block) for layer in group]
-        kind = type(block.mlp.act_fn).__name__  # type: ignore[union-attr]
+        kind = type(block.mlp.act_fn).__name__
     except AttributeError as error:
         return f"a layer was replaced: {error}"
     if (reason := why_not_linear(layers, Int8Linear)) is not None:
         return reason
     if kind not in _SILU:
         return f"its activation is {kind}: expected SiLU"
-    if not all(hasattr(norm, "variance_epsilon") for norm in _norms(block)):
-        return "its norms are not those of its family"
     first, second = _norms(block)
+    if (
+        reason := why_not_theirs(_home(block), block.self_attn, block.mlp, first, second)
+    ) is not None:
+        return reason
     if first.variance_epsilon != second.variance_epsilon:
         return "its norms differ in eps"
     if not in_fp32(*layers, first, second):
         return "its parameters are not all float32"
-    return why_not_within(block, block.self_attn)  # type: ignore[arg-type]
+    return why_not_within(block, block.self_attn)
 
 
 def why_not(block: nn.Module, flow: Block) -> str | None:
     """Return why a block whose linear layers are converted cannot be fused; None if it can."""
     if (reason := _why_not_now(block)) is not None:
         return reason
-    if "forward" in vars(block):
+    if "forward" in vars(block) or type(block).forward.__module__ != _home(block):
         return "its forward was replaced"
     for group in _groups(block):
         if len({layer.bias is None for layer in group}) > 1:
@@ -186,7 +195,8 @@ def _fused_class(name: str) -> type[DecoderBlock]:
     """
     module = import_module(f"transformers.models.{FAMILIES[name]}.modeling_{FAMILIES[name]}")
     bases = DecoderBlock, getattr(module, name)
-    return type(name, bases, {"__module__": __name__, "__doc__": DecoderBlock.__doc__})
+    own = {"__module__": __name__, "__doc__": DecoderBlock.__doc__, "_home": module.__name__}
+    return type(name, bases, own)
 
 
 def __getattr__(name: str) -> Any:

@@ -104,6 +104,21 @@ def why_not_linear(layers: Sequence[Any], kind: type[nn.Module]) -> str | None:
     return None
 
 
+def why_not_theirs(home: str, *modules: nn.Module) -> str | None:
+    """Return which module's forward is not from a module of `transformers`; None if all are.
+
+    A fused block computes what the library's classes do: the forward of a subclass, or one that
+    was put in a class's place, would be passed by.
+
+    Args:
+        home: the name of the library's module.
+    """
+    for module in modules:
+        if type(module).forward.__module__ != home:
+            return f"the forward of a {type(module).__name__} in it is not transformers'"
+    return None
+
+
 def why_not_within(block: nn.Module, attention: nn.Module) -> str | None:
     """Return what a fused block would pass by of the modules in it, as it calls none; None if none.
 

@@ -23,6 +23,7 @@ from jetfire.nn.fused_block import (
     mask_of,
     stream_of,
     why_not_linear,
+    why_not_theirs,
     why_not_within,
 )
 from jetfire.nn.linear import Int8Conv1D
@@ -34,8 +35,6 @@ _FORMS: dict[type[nn.Module], Literal["tanh", "erf"]] = {
     GELUTanh: "tanh",
     GELUActivation: "erf",
 }
-# Of what is in a block: the forward of any other class would be passed by.
-_PARTS = modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2MLP
 
 
 class GPT2Block(modeling_gpt2.GPT2Block):
@@ -132,8 +131,8 @@ def _why_not_now(block: Any) -> str | None:
         return f"a layer was replaced: {error}"
     if (reason := why_not_linear(linears, Int8Conv1D)) is not None:
         return reason
-    if (type(own), type(mlp)) != _PARTS:
-        return "its attention or MLP is of another class"
+    if (reason := why_not_theirs(modeling_gpt2.__name__, own, mlp)) is not None:
+        return reason
     if kind not in _FORMS:
         return f"its activation is {kind.__name__}: expected a GELU"
     if not all(type(norm) is nn.LayerNorm and norm.bias is not None for norm in norms):
@@ -156,7 +155,7 @@ def why_not(block: nn.Module, flow: Block) -> str | None:
     assert isinstance(block, modeling_gpt2.GPT2Block)
     if (reason := _why_not_now(block)) is not None:
         return reason
-    if "forward" in vars(block):
+    if "forward" in vars(block) or type(block).forward.__module__ != modeling_gpt2.__name__:
         return "its forward was replaced"
     if hasattr(block, "crossattention"):
         return "cross attention"

@@ -13,6 +13,7 @@ from jetfire.tests.language_models import (
     attends_causally,
     batch,
     compiled,
+    doubling,
     error,
     logits,
     near,
@@ -415,6 +416,51 @@ def test_blocks_of_several_sides_and_replaced_forwards_stay_single():
         "model.layers.1": "its forward was replaced",
     }
     assert step(made)[0] == pytest.approx(step(model())[0], abs=0.01)
+
+
+PARTS = ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_subclass_with_a_forward_of_its_own_is_called(kind, part):
+    ours, theirs, plain = model(kind), model(kind), model(kind)
+    for one in (ours, theirs):
+        doubling(getattr(one.model.layers[1], part))
+    report = convert(ours, fused=True)
+    assert report.fused == ("model.layers.0",)
+    assert report.single == {
+        "model.layers.1": "the forward of a Sub in it is not transformers'",
+    }
+    loss, _ = step(ours)
+    assert loss == pytest.approx(step(theirs)[0], abs=0.01)
+    assert error(logits(ours), logits(theirs)) < 0.05 < error(logits(plain), logits(theirs))
+
+
+def test_a_subclass_that_comes_afterwards_is_called():
+    ours, theirs = fused(), model()
+    for one in (ours, theirs):
+        doubling(one.model.layers[1].mlp)
+    assert error(logits(ours), logits(theirs)) < 0.05
+
+
+def test_a_forward_put_in_the_place_of_a_class_s_is_called(monkeypatch):
+    """Of an MLP, and of a whole layer."""
+    for kind in (type(model().model.layers[0].mlp), type(model().model.layers[0])):
+        with monkeypatch.context() as patch:
+            theirs = kind.forward
+            patch.setattr(kind, "forward", lambda *args, f=theirs, **kw: 2 * f(*args, **kw))
+            ours = model()
+            assert convert(ours, fused=True).fused == ()
+            assert error(logits(ours), logits(model())) < 0.05
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_subclass_without_a_forward_of_its_own_is_fused(part):
+    made = model()
+    doubling(getattr(made.model.layers[1], part), own=False)
+    assert convert(made, fused=True).single == {}
+    assert torch.equal(logits(made), logits(fused()))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from jetfire.tests.language_models import (
     batch,
     calls,
     compiled,
+    doubling,
+    error,
+    logits,
     near,
     step,
 )
@@ -264,6 +267,35 @@ def test_again_changes_nothing():
     report = convert(made, fused=True)
     assert report.fused == ()
     assert step(made)[0] == before
+
+
+@pytest.mark.parametrize("part", ["attn", "mlp", "ln_1", "ln_2"])
+def test_a_subclass_with_a_forward_of_its_own_is_called(part):
+    ours, theirs = model(), model()
+    for one in (ours, theirs):
+        doubling(getattr(one.transformer.h[1], part))
+    report = convert(ours, fused=True)
+    assert report.fused == ("transformer.h.0",)
+    assert list(report.single) == ["transformer.h.1"]
+    assert error(logits(ours), logits(theirs)) < 0.05
+
+
+@pytest.mark.parametrize("part", ["attn", "mlp"])
+def test_a_subclass_without_a_forward_of_its_own_is_fused(part):
+    made = model()
+    doubling(getattr(made.transformer.h[1], part), own=False)
+    assert convert(made, fused=True).single == {}
+    assert torch.equal(logits(made), logits(fused()))
+
+
+def test_a_forward_put_in_the_place_of_a_class_s_is_called(monkeypatch):
+    for kind in (type(model().transformer.h[0].mlp), type(model().transformer.h[0])):
+        with monkeypatch.context() as patch:
+            theirs = kind.forward
+            patch.setattr(kind, "forward", lambda *args, f=theirs, **kw: 2 * f(*args, **kw))
+            ours = model()
+            assert convert(ours, fused=True).fused == ()
+            assert error(logits(ours), logits(model())) < 0.05
 
 
 @pytest.mark.parametrize(
