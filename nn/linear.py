@@ -6,6 +6,7 @@ those of a weight whose transpose nobody keeps; of the input also in 4 bits, as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -391,5 +392,5 @@ def rows(input: torch.Tensor, width: int) -> torch.Tensor:
         raise UsageError(f"input of shape {tuple(input.shape)}: expected {width} columns")
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-    x = input.to(dtype).reshape(-1, width)
+    x = input.to(dtype).reshape(math.prod(input.shape[:-1]), width)  # -1 could be any of 0 columns
     return x if x.stride(1) == 1 else x.contiguous()

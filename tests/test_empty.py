@@ -1,5 +1,7 @@
 """Empty tensors through the functions and layers: what torch does, traced and with gradients."""
 
+import copy
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -261,6 +263,40 @@ def test_layers(device, shape):
         for parameter in layer.parameters():
             assert torch.equal(parameter.grad, torch.zeros_like(parameter))
     assert torch.isfinite(int4(torch.randn(8, 40, device=device))).all()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("recipe", ["int8", "int8-fallback", "int8-kept4", "int4-hq"])
+@pytest.mark.parametrize("shape", [(3,), (2, 0), ()])
+def test_layers_without_inputs_or_outputs(device, inputs, outputs, recipe, shape):
+    """They do what torch's do."""
+    theirs = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).to(device)
+    ours = copy.deepcopy(theirs)
+    nn.convert(ours, recipe)
+    x, like = (torch.zeros(*shape, inputs, device=device, requires_grad=True) for _ in range(2))
+    y, expected = ours(x), theirs(like)
+    for of in (y, expected):
+        of.sum().backward()
+    found = y, x.grad, *(parameter.grad for parameter in ours.parameters())
+    wanted = expected, like.grad, *(parameter.grad for parameter in theirs.parameters())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(x), expected)
+    ours.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 5), (5, 0), (0, 0)])
+def test_frozen_layers_without_inputs_or_outputs(device, inputs, outputs):
+    model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).to(device)
+    x = torch.zeros(3, inputs, device=device, requires_grad=True)
+    expected = model(x)
+    nn.convert(model, frozen=True)
+    y = model(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
 
 
 def test_nothing_is_tuned_or_planned(device):
