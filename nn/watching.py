@@ -120,8 +120,8 @@ def watch(model: nn.Module) -> Iterator[Watched]:
     ``with watch(model) as seen: model(x).backward()`` sees the last product of each layer with its
     weight, in forward (its input) and in backward (the gradient of its output). The step's results
     are what they are without it; it takes some times as long. Not seen are what `torch.compile` has
-    compiled or a CUDA graph replays, weights divided over processes or gathered as codes, what runs
-    in inference mode, frozen layers and layers in 4 bits.
+    compiled or a CUDA graph replays, weights divided over processes, gathered as codes or without
+    elements, what runs in inference mode, frozen layers and layers in 4 bits.
     """
     seen, layers = Watched(), _layers(model)
     for name, layer in layers.items():
@@ -171,9 +171,10 @@ class _Layer(NamedTuple):
 
 
 def _layers(model: nn.Module) -> dict[str, _Layer]:
-    """Return the weights of INT8 products by name, but those that are divided over processes.
+    """Return the weights of INT8 products by name.
 
-    That of a layer has the layer's name, any other the parameter's, less `.weight`.
+    Not those that are divided over processes or have no elements. That of a layer has the layer's
+    name, any other the parameter's, less `.weight`.
     """
     found = {}
     own: dict[torch.Tensor, str] = {
@@ -182,7 +183,7 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     for name, module in model.named_modules():
         listed = module.int8_weights() if isinstance(module, Int8Weights) else ()
         for weight, cache, block in listed:
-            if not is_dtensor(weight):
+            if weight.numel() and not is_dtensor(weight):
                 layer = isinstance(module, Int8Linear | Int8Conv1D)
                 found[name if layer else own[weight]] = _Layer(module, weight, cache, block)
     return found

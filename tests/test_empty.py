@@ -299,6 +299,16 @@ def test_frozen_layers_without_inputs_or_outputs(device, inputs, outputs):
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_without_inputs_or_outputs_are_not_watched():
+    sizes = (8, 0), (0, 8), (8, 8)
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    nn.convert(model)
+    with nn.watch(model) as seen:
+        model(torch.randn(3, 8)).sum().backward()
+    assert list(seen.weight) == list(seen.input) == list(seen.gradient) == ["2"]
+
+
 def test_nothing_is_tuned_or_planned(device):
     from jetfire.core import calls
 
