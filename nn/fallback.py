@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized
+from jetfire.nn.made import capturing
 from jetfire.nn.products import Placed
 from jetfire.ops import int8_fallback_quantize, int8_quantize
 
@@ -26,18 +28,21 @@ LEAST, MOST = 2.0**-100, 2.0**127
 class Fallback(nn.Module):
     """A layer's quantiser of its input, in which a set share of the blocks falls back.
 
-    The first batch in training sets the threshold to its own. After an optimizer's step it moves
-    where the share of the blocks that fell back, in the last batch in training, is not within half
-    the rate of it: it is multiplied by 1.3^(share - rate). Within that range it rests, so that one
-    between outliers and all else stays there. All of it stays on the device, and a CUDA graph of
-    the step replays it.
+    The first batch in training sets the threshold to its own, that of the blocks that are not zero.
+    One without such a block, or not finite throughout, leaves it to that after the next step. After
+    an optimizer's step the threshold moves where the share of the blocks that fell back, in the
+    last batch in training, is not within half the rate of it: it is multiplied by
+    1.3^(share - rate). Within that range it rests, so that one between outliers and all else stays
+    there. All of it stays on the device, but that the host asks once whether it was set, and a CUDA
+    graph of the step replays it.
 
     Args:
         rate: the share of the blocks that is to fall back, between 0 and 1.
 
     Attributes:
-        threshold: fp32, one element: a buffer, which state dicts have; 0 before the first batch. A
-            state dict without it, of a linear layer, leaves it as it is.
+        threshold: fp32, one element: a buffer, which state dicts have; 0 before the first batch,
+            2^-100 where that could not set it. A state dict without it, of a linear layer, leaves
+            it as it is.
         share: fp32, one element.
     """
 
@@ -53,6 +58,7 @@ class Fallback(nn.Module):
         self.register_buffer("threshold", zero)
         self.register_buffer("share", zero.clone(), persistent=False)
         self._known = False
+        self._asks = False  # whether what was set is still to be looked at
         self._begin()
 
     def _begin(self) -> None:
@@ -68,7 +74,7 @@ class Fallback(nn.Module):
         counts = self.training and x.numel() > 0
         if counts and not self._known:
             self.threshold.copy_(_quantile(x, block, 1 - self.rate))
-            self._known = True
+            self._known = self._asks = True
         a, r = int8_fallback_quantize(x, self.threshold, block=block, layout=layout)
         if counts:
             assert r.scale is not None
@@ -76,10 +82,19 @@ class Fallback(nn.Module):
             self.ran = True
         return a, r
 
+    def is_set(self) -> bool:
+        """Return whether a batch has set the threshold, for which the host waits once.
+
+        While a CUDA graph is captured, which nobody can ask, it counts as set.
+        """
+        if self._asks and not capturing(self.threshold):
+            self._known, self._asks = float(self.threshold) > LEAST, False
+        return self._known
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         state_dict.setdefault(f"{prefix}threshold", self.threshold)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._known = not self.threshold.is_meta and float(self.threshold) > 0
+        self._known = not self.threshold.is_meta and float(self.threshold) > LEAST
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply as any module, but for a change of dtype."""
@@ -95,10 +110,14 @@ class Fallback(nn.Module):
 
 @torch.no_grad()
 def _quantile(x: torch.Tensor, block: Block, below: float) -> torch.Tensor:
-    """Return what the largest magnitudes of a share of the blocks are below: fp32, one element."""
+    """Return what the largest magnitudes of a share of the blocks are below: fp32, one element.
+
+    Blocks that are zero or not finite do not count; where all are so, it is `LEAST`.
+    """
     _, scale = int8_quantize(x, block=block).tensors
-    found = torch.quantile(127 * scale.flatten().nan_to_num(0.0), below, keepdim=True)
-    return found.clamp(LEAST, MOST)
+    largest = 127 * scale.flatten()
+    found = torch.nanquantile(largest.where(largest > 0, math.nan), below, keepdim=True)
+    return found.nan_to_num(LEAST).clamp(LEAST, MOST)
 
 
 _quantisers: WeakSet[Fallback] = WeakSet()
@@ -107,7 +126,7 @@ _quantisers: WeakSet[Fallback] = WeakSet()
 @torch.no_grad()
 def _adapt(*_: object) -> None:
     """Move the thresholds of all layers that ran since the last step: a few kernels for all."""
-    ran = [quantiser for quantiser in _quantisers if quantiser.ran]
+    ran = [quantiser for quantiser in _quantisers if quantiser.ran and quantiser.is_set()]
     if not ran:
         return
     thresholds = [quantiser.threshold for quantiser in ran]

@@ -101,6 +101,35 @@ def test_a_faulty_first_batch_is_recovered_from(device, fault):
     assert 0 < float(quantiser.threshold) < math.inf
 
 
+@pytest.mark.parametrize("fault", [0.0, math.nan])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_first_batch_without_values_leaves_the_threshold_to_the_next(device, fault, compiles):
+    torch._dynamo.reset()
+    layer = Int8Linear(64, 32, device=device, fallback=0.2)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+    x = torch.randn(640, 64, device=device)
+    trained(call, torch.full_like(x, fault), 2)
+    state = layer.state_dict()
+    again = Int8Linear(64, 32, device=device, fallback=0.2)
+    again.load_state_dict(state)
+    for one in (call, again):
+        one(x)
+        assert float(one.fallback.share) == pytest.approx(0.2)
+        threshold = float(one.fallback.threshold)
+        assert 1 < threshold < 6
+        one(100 * x)
+        assert float(one.fallback.threshold) == threshold
+
+
+def test_a_first_batch_that_is_mostly_padding_sets_the_threshold_by_the_rest(device):
+    quantiser = Fallback(0.2, device)
+    x = torch.randn(640, 64, device=device)
+    x[128:] = 0
+    quantiser(x, 32, "q")
+    assert 1 < float(quantiser.threshold) < 6
+    assert float(quantiser.share) == pytest.approx(0.2 / 5, abs=0.02)
+
+
 def test_a_threshold_moves_once_a_step_of_training_alone(device):
     layer = Int8Linear(64, 32, device=device, fallback=0.2)
     x = torch.randn(64, 64, device=device)
