@@ -300,13 +300,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether something else runs with it, `torch.nn.utils.weight_norm` for instance."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
+    """Return whether something else runs with it, `torch.nn.utils.weight_norm` for instance.
+
+    Or as its state dict is made or loaded: what takes its place would have no such hook.
+    """
+    return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
 
 
 def _heads(model: nn.Module) -> set[nn.Module]:
@@ -379,6 +377,8 @@ def _why_not(
         return "it has hooks"
     if "forward" in vars(module):
         return "its forward was replaced"
+    if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
+        return "it has more than a weight and a bias"
     matrix: Any = module.weight
     dtype = matrix.dtype
     if dtype not in FLOATS:

@@ -150,7 +150,11 @@ class Zoo(nn.Module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.hooked = nn.utils.weight_norm(nn.Linear(40, 40))
+        self.loading = nn.Linear(40, 40)
+        self.loading.register_load_state_dict_pre_hook(lambda *_: None)
         self.lazy = nn.LazyLinear(40)
+        self.counting = nn.Linear(40, 40)
+        self.counting.register_buffer("count", torch.zeros(1))
         self.head = nn.Linear(40, 50, bias=False)
         self.head.weight = self.table.weight
 
@@ -161,6 +165,8 @@ LEFT = {
     "wide": "weight of float64",
     "convolution": "Conv1d, not a linear layer",
     "hooked": "it has hooks",
+    "loading": "it has hooks",
+    "counting": "it has more than a weight and a bias",
     "lazy": "LazyLinear, a kind of its own",
     "head": "the output head",
 }
@@ -171,6 +177,7 @@ def test_what_is_left_and_why():
     report = convert(model, INT8)
     assert set(report.converted) == {"shared", "inner.again", "inner.plain"}
     assert report.left == LEFT
+    assert model.state_dict().keys() == Zoo().state_dict().keys()
     assert model.shared is model.inner["again"]
     assert isinstance(model.shared, Int8Linear)
     assert model.shared.bias is None
