@@ -36,7 +36,8 @@ FAMILIES = {
     "Qwen2DecoderLayer": "qwen2",
     "Qwen3DecoderLayer": "qwen3",
 }
-_SILU = ("SiLU", "SiLUActivation")
+# Activation → its module, as somebody's own may have the name.
+_SILU = {"SiLU": "torch.nn.modules.activation", "SiLUActivation": "transformers.activations"}
 # A layer's arguments after the hidden states, as they may be given by position.
 _POSITIONAL = (
     "attention_mask",
@@ -149,17 +150,16 @@ def _why_not_now(block: Any) -> str | None:
     """Return why a block cannot run fused as it is now; None if it can."""
     try:
         layers = [layer for group in _groups(block) for layer in group]
-        kind = type(block.mlp.act_fn).__name__
+        activation = block.mlp.act_fn
     except AttributeError as error:
         return f"a layer was replaced: {error}"
     if (reason := why_not_linear(layers, Int8Linear)) is not None:
         return reason
-    if kind not in _SILU:
+    if (kind := type(activation).__name__) not in _SILU:
         return f"its activation is {kind}: expected SiLU"
     first, second = _norms(block)
-    if (
-        reason := why_not_theirs(_home(block), block.self_attn, block.mlp, first, second)
-    ) is not None:
+    theirs = why_not_theirs(_home(block), block.self_attn, block.mlp, first, second)
+    if (reason := theirs or why_not_theirs(_SILU[kind], activation)) is not None:
         return reason
     if first.variance_epsilon != second.variance_epsilon:
         return "its norms differ in eps"

@@ -105,7 +105,7 @@ def why_not_linear(layers: Sequence[Any], kind: type[nn.Module]) -> str | None:
 
 
 def why_not_theirs(home: str, *modules: nn.Module) -> str | None:
-    """Return which module's forward is not from a module of `transformers`; None if all are.
+    """Return which module's forward is not from a module of its library; None if all are.
 
     A fused block computes what the library's classes do: the forward of a subclass, or one that
     was put in a class's place, would be passed by.
@@ -115,7 +115,7 @@ def why_not_theirs(home: str, *modules: nn.Module) -> str | None:
     """
     for module in modules:
         if type(module).forward.__module__ != home:
-            return f"the forward of a {type(module).__name__} in it is not transformers'"
+            return f"the forward of a {type(module).__name__} in it is not its library's"
     return None
 
 

@@ -430,7 +430,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_called(kind, part):
     report = convert(ours, fused=True)
     assert report.fused == ("model.layers.0",)
     assert report.single == {
-        "model.layers.1": "the forward of a Sub in it is not transformers'",
+        "model.layers.1": "the forward of a Sub in it is not its library's",
     }
     loss, _ = step(ours)
     assert loss == pytest.approx(step(theirs)[0], abs=0.01)
@@ -453,6 +453,18 @@ def test_a_forward_put_in_the_place_of_a_class_s_is_called(monkeypatch):
             ours = model()
             assert convert(ours, fused=True).fused == ()
             assert error(logits(ours), logits(model())) < 0.05
+
+
+def test_an_activation_that_has_silu_s_name_is_called():
+    class SiLU(torch.nn.Module):
+        def forward(self, x):
+            return 2 * torch.nn.functional.silu(x)
+
+    ours, theirs = model(), model()
+    for one in (ours, theirs):
+        one.model.layers[1].mlp.act_fn = SiLU()
+    assert convert(ours, fused=True).fused == ("model.layers.0",)
+    assert error(logits(ours), logits(theirs)) < 0.05
 
 
 @pytest.mark.parametrize("part", PARTS)
