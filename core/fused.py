@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from jetfire.core import replay
+from jetfire.core.once import once_differentiable
 from jetfire.core.operators import arguments_of, define
 
 Maybe = torch.Tensor | None

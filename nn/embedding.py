@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from jetfire import ops
 from jetfire.core.arguments import checked, shown
 from jetfire.core.errors import UsageError
+from jetfire.core.once import once_differentiable
 from jetfire.nn.products import FLOATS
 
 

@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from jetfire.core.errors import UsageError
+from jetfire.core.once import once_differentiable
 from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized, ceil_div
 from jetfire.nn.attention import KEYS, Attention, keeps_codes

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
+from jetfire.core.once import once_differentiable
 from jetfire.core.problem import Block, Codes, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of

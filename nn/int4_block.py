@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from jetfire.core.arguments import checked
+from jetfire.core.once import once_differentiable
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import attention

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from jetfire.core.arguments import checked
+from jetfire.core.once import once_differentiable
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import sizes

@@ -163,6 +163,19 @@ def test_gradients_of_gradients_are_refused(in_cpp, monkeypatch, native):
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_gradients_of_gradients_are_refused_whatever_leads_to_them(in_cpp, monkeypatch, native):
+    """Of a sum, whose own gradient is a constant, and where x alone is asked for."""
+    monkeypatch.setattr(fused, "_in_cpp", lambda leaves: native)
+    layer, x = linear(), torch.randn(5, 40, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(gradient.square().sum(), x)
+
+
 def test_gradients_are_freed(in_cpp):
     """No tensor refers to a node that refers to it."""
     import gc

@@ -961,6 +961,19 @@ def test_refuses_to_be_differentiated_twice(device, name):
         gradient.sum().backward()
 
 
+@pytest.mark.parametrize("asks_for_x", [False, True])
+@pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu", "block"])
+def test_a_second_derivative_is_refused_whatever_leads_to_it(device, name, asks_for_x):
+    """A penalty on the gradient of a sum; and on one of which x alone is asked about."""
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    y = modules(device)[name](x).float()
+    total = y.square().sum() if asks_for_x else y.sum()
+    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+    penalty = gradient.float().square().sum()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(penalty, x) if asks_for_x else penalty.backward()
+
+
 def test_refuses_in_one_line(device):
     linear = Int8Linear(40, 24, device=device)
     floats = "expected bfloat16, float16 or float32"

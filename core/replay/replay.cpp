@@ -390,9 +390,10 @@ c10::IValue or_none(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
-// The gradient of a gradient fails, with torch's own words for a Python function of this kind.
+// The gradient of a gradient fails, with torch's own words for a Python function of this kind
+// (`core.once`). That of the result leads here too, for those who ask for it alone.
 struct Once : torch::autograd::Function<Once> {
-  static at::Tensor forward(AutogradContext*, const at::Tensor& gradient) {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& gradient, const at::Tensor&) {
     return gradient.alias();
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
@@ -453,7 +454,7 @@ struct PairFunction : torch::autograd::Function<PairFunction> {
     for (size_t i = 0; i < leaves; ++i) {
       if (!needed[i]) continue;
       at::Tensor gradient = std::move(*next++);
-      if (at::GradMode::is_enabled()) gradient = Once::apply(gradient.requires_grad_());
+      if (at::GradMode::is_enabled()) gradient = Once::apply(gradient.requires_grad_(), grads[0]);
       wanted[i] = std::move(gradient);
     }
     return wanted;
