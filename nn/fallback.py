@@ -97,9 +97,12 @@ class Fallback(nn.Module):
         self._known = not self.threshold.is_meta and float(self.threshold) > LEAST
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply as any module, but for a change of dtype."""
+        """Apply as any module, but for a change of dtype; what comes from no memory is not set."""
         kept = self.threshold, self.share
         super()._apply(fn, recurse)
+        if kept[0].is_meta and not self.threshold.is_meta:
+            self.threshold.zero_()
+            self._known = False
         if self.threshold.dtype != torch.float32:
             self.threshold, self.share = (x.to(self.threshold.device) for x in kept)
         return self

@@ -191,6 +191,23 @@ def test_convert_save_and_load(device):
     assert convert(model, "int8").converted == ()
 
 
+def test_a_threshold_of_a_model_made_without_memory_is_not_set(device, monkeypatch):
+    """Loaded from a plain model's state, which has none: what lay in the new memory stayed."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 96))
+    convert(model, RECIPE)
+
+    def filled(x, *args, **options):
+        return torch.full_like(x, 7.0, *args, **options)
+
+    monkeypatch.setattr(torch, "empty_like", filled)
+    model.to_empty(device=device)
+    model.load_state_dict(nn.Sequential(nn.Linear(64, 96)).state_dict())
+    assert float(model[0].fallback.threshold) == 0
+    model(1000 * torch.randn(64, 64, device=device))
+    assert float(model[0].fallback.threshold) > 1000
+
+
 def test_a_copy_adapts_by_itself(device):
     layer = Int8Linear(64, 32, device=device, fallback=0.2)
     other = copy.deepcopy(layer)
