@@ -150,6 +150,7 @@ def test_what_is_refused():
         ((4, 64, 4), "tile_n=64"),
         ((4, 512, 3), "warps=3"),
         ((2, 128, 1), "8 transforms in a tile"),
+        ((4, 1024, 16), "warps=16: expected at most 8 for 128 transforms"),
     ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
     assert KERNEL.legal(problem, KERNEL.default(problem, h200), h200) is None

@@ -106,9 +106,15 @@ class TritonHadamardQuantizeCodes(TritonKernel):
             or warps_reason(config)
             or share_reason(config.tile_m * config.tile_n, config, 8, 64)
         )
-        products = config.tile_m * config.tile_n // size_of(problem)
-        if reason is None and products < 16:
-            return f"{products} transforms in a tile: expected at least 16, of a matrix product"
+        size = size_of(problem)
+        transforms = config.tile_m * config.tile_n // size
+        if reason is None and transforms < 16:
+            return f"{transforms} transforms in a tile: expected at least 16, of a matrix product"
+        # A row's sum is then of warps that share a transform and of warps that share a row of them,
+        # with others between in number: on an H100 Triton 3.6 adds it up wrongly.
+        most = transforms // 16  # warps, of a product's 16 rows each
+        if reason is None and config.tile_n > 16 * size and config.warps > most:
+            return f"warps={config.warps}: expected at most {most} for {transforms} transforms"
         return reason or grid_reason(ceil_div(problem.m, config.tile_m))
 
     def default(self, problem: Any, device: Device) -> TileConfig:
