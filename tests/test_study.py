@@ -1,6 +1,7 @@
 """`jetfire train study`: pairs and intervals, runs that go on, fail or are others', the record."""
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -285,6 +286,12 @@ def test_arms_are_named_one_way():
     words = asked_for(Path("s"), "bf16", "int8+adamw8").words(Arm("int8", ("adamw8",)), 1)
     assert words[:5] == ["tiny", "--recipe", "int8", "--seed", "1"]
     assert words[5:] == ["--set", "order=shuffled", "--set", "optimizer=adamw8"]
+    chance = Arm.parse("bf16+deterministic", "")
+    assert asked_for(Path("s")).words(chance, 1)[-2:] == ["--set", "deterministic=true"]
+    run = asked_for(Path("s")).run(chance, 1).begun()
+    assert chance.names(run)
+    assert not chance.names(dataclasses.replace(run, deterministic=False))
+    assert Arm.of(run) == chance
 
 
 def test_an_arm_s_settings_take_the_place_of_all_runs():

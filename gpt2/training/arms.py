@@ -10,10 +10,11 @@ from jetfire.gpt2.training.settings import MOMENT_BITS, Settings
 from jetfire.nn.recipes import RECIPES
 
 # The words after a recipe: each a setting's value.
-WORDS = {
+WORDS: dict[str, tuple[str, str | bool]] = {
     **{name: ("optimizer", name) for name in MOMENT_BITS},
     "fp32weights": ("weights", "fp32"),
     "bf16weights": ("weights", "bf16"),
+    "deterministic": ("deterministic", True),
 }
 
 
@@ -65,7 +66,7 @@ class Arm:
     @property
     def settings(self) -> dict[str, str]:
         """The settings that are named beside the recipe."""
-        return dict(WORDS[word] for word in self.words)
+        return {name: str(value).lower() for name, value in map(WORDS.__getitem__, self.words)}
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ class Arm:
 
     def names(self, settings: Settings) -> bool:
         """Return whether a run's settings are what is named."""
-        named = {"recipe": self.recipe, **self.settings}
+        named = {"recipe": self.recipe, **dict(WORDS[word] for word in self.words)}
         return all(getattr(settings, name) == value for name, value in named.items())
 
 
