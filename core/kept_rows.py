@@ -7,7 +7,7 @@ of the rows of both parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from jetfire.core.tensors import ceil_div
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Parts = Literal[2, 1]
-Product = Literal["dgrad", "wgrad"]
+Product = Literal["dgrad", "wgrad", "both"]
 Keep = Literal["half", "all"]
+Value = TypeVar("Value")
 
 # The largest K whose integer sums fit in 32 bits: products of two wide codes, or in a wgrad of 14,
 # of a code of 7 repeated 16 times and of another code.
@@ -58,3 +59,12 @@ def capacity(m: int, parts: int, product: str, keep: str) -> int:
     most = m + 1 + (m // 8 if product == "wgrad" else 0)
     # Two segments end where 2·(SEGMENT − 1) are padding at the most.
     return min(whole, (most + 2 * (SEGMENT - 1)) // SEGMENT * SEGMENT)
+
+
+def named(*draws: Mapping[str, Value]) -> dict[str, Value]:
+    """Return a draw's outputs, or dgrad's with wgrad's: `wgrad_` is put before shared names."""
+    first, *second = draws
+    found = dict(first)
+    for draw in second:
+        found |= {f"wgrad_{name}" if name in first else name: x for name, x in draw.items()}
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
-from jetfire.core.kept_rows import Keep, Parts, Product, SampledRows, capacity
+from jetfire.core.kept_rows import Keep, Parts, Product, SampledRows, capacity, named
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator, Shape
 from jetfire.core.problem import Problem
@@ -22,7 +22,7 @@ from jetfire.measure.op import StandardOp
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int4_sample_rows"]
+__all__ = ["int4_sample_rows", "int4_sample_rows_both"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SampleRowsProblem(Problem):
         m: tokens. There is no n: the rows' lengths do not matter here.
         parts: 2 for the high and low codes of a split gradient, 1 for codes that were not split.
         product: dgrad weighs a row by the norm of its codes, wgrad by that times the norm of the
-            other operand's row. Scores are sums of squares times 14² in int64: those of codes fit
-            to beyond any row that `int4_gemm` takes.
+            other operand's row; both are two draws of a seed each. Scores are sums of squares
+            times 14² in int64: those of codes fit to beyond any row that `int4_gemm` takes.
         keep: half of 2m rows by their probabilities, or all that are not zero.
     """
 
@@ -44,9 +44,13 @@ class SampleRowsProblem(Problem):
     keep: Keep = "half"
 
     @property
-    def room(self) -> int:
-        """Rows of the output that there is room for."""
-        return capacity(self.m, self.parts, self.product, self.keep)
+    def products(self) -> tuple[Product, ...]:
+        """The products that rows are drawn for."""
+        return ("dgrad", "wgrad") if self.product == "both" else (self.product,)
+
+    def room(self, product: Product) -> int:
+        """Return how many rows there is room for in a product's outputs."""
+        return capacity(self.m, self.parts, product, self.keep)
 
 
 class SampleRows(StandardOp):
@@ -61,16 +65,15 @@ class SampleRows(StandardOp):
 
     def reads(self, problem: SampleRowsProblem) -> Specs:
         specs = {"squares": Spec("int32", (problem.parts * problem.m,))}
-        if problem.product == "wgrad":
+        if "wgrad" in problem.products:
             specs["x_squares"] = Spec("int32", (problem.m,))
-        return specs | {"seed": Spec("int64", (1,))}
+        return specs | {"seed": Spec("int64", (len(problem.products),))}
 
     def writes(self, problem: SampleRowsProblem) -> Specs:
-        room = problem.room
-        specs = {"rows": Spec("int32", (room,)), "counts": Spec("int32", (2,))}
-        if problem.product == "wgrad":
-            return specs | {"repeat": Spec("int8", (room,))}
-        return specs | {"weight": Spec("fp32", (room,)), "slots": Spec("int32", (problem.m, 2))}
+        return named(*(_written(problem, product) for product in problem.products))
+
+    def function(self, fields: Mapping[str, Any], names: Sequence[str]) -> str:
+        return names[fields["product"] == "both"]
 
     def drawn(self, problem: SampleRowsProblem, source: Source) -> Tensors:
         """Return squares of a random gradient's codes, 64 wide; as `bit_split`'s of NaN or ±Inf."""
@@ -83,18 +86,23 @@ class SampleRows(StandardOp):
         high = (v / 14).round()
         codes = torch.cat([high, (v - 14 * high).round()]) if problem.parts == 2 else high
         inputs = {"squares": _squares(codes)}
-        if problem.product == "wgrad":
+        if "wgrad" in problem.products:
             x = x.nan_to_num(0.0, 0.0, 0.0)
             step = x.abs().mean(dtype=torch.float64).clamp(min=1e-30).float()
             inputs["x_squares"] = _squares((x / step).round().clamp(-8, 7))
-        inputs["seed"] = source.seed()
+        inputs["seed"] = torch.cat([source.seed() for _ in problem.products])
         return inputs
 
     def reference(self, problem: SampleRowsProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference.sample_rows import sample_rows
 
-        squares, x_squares, seed = inputs["squares"], inputs.get("x_squares"), inputs["seed"]
-        return sample_rows(squares, seed, problem.parts, problem.keep, problem.room, x_squares)
+        squares, parts, keep = inputs["squares"], problem.parts, problem.keep
+        draws = []
+        for product, seed in zip(problem.products, inputs["seed"].split(1), strict=True):
+            x_squares = inputs["x_squares"] if product == "wgrad" else None
+            room = problem.room(product)
+            draws.append(sample_rows(squares, seed, parts, keep, room, x_squares))
+        return named(*draws)
 
     def edges(self, problem: SampleRowsProblem, inputs: Tensors, rng: Random) -> Tensors:
         """Draw sizes from 1 to 2^23, of all rows, half or few: so that levels rise many times.
@@ -116,14 +124,24 @@ class SampleRows(StandardOp):
 
     def timed(self) -> list[Timed]:
         at = partial(Timed, "int4", 3, peers=COMPILED, rounds=20, power_ms=STEADY_MS)
-        return [at(sizes={"m": [8192, 16384]}, settings={"product": ["dgrad", "wgrad"]})]
+        return [at(sizes={"m": [8192, 16384]}, settings={"product": ["dgrad", "wgrad", "both"]})]
 
     def eager(self, problem: SampleRowsProblem, inputs: Tensors) -> Callable[[], Any]:
         """Return the same sampling in torch operations that do not wait for the device."""
-        return lambda: _in_torch(problem, inputs)
+        draws = [partial(_in_torch, problem, product, inputs) for product in problem.products]
+        return lambda: [found for draw in draws for found in draw()]
 
 
-def _in_torch(problem: SampleRowsProblem, inputs: Tensors) -> tuple[Tensor, ...]:
+def _written(problem: SampleRowsProblem, product: Product) -> Specs:
+    """Return the specs of a product's draw."""
+    room = problem.room(product)
+    specs = {"rows": Spec("int32", (room,)), "counts": Spec("int32", (2,))}
+    if product == "wgrad":
+        return specs | {"repeat": Spec("int8", (room,))}
+    return specs | {"weight": Spec("fp32", (room,)), "slots": Spec("int32", (problem.m, 2))}
+
+
+def _in_torch(problem: SampleRowsProblem, product: Product, inputs: Tensors) -> tuple[Tensor, ...]:
     """Return rows (in order, those that are not kept last), how many, and 1/p of each, in fp32."""
     import torch
 
@@ -131,7 +149,7 @@ def _in_torch(problem: SampleRowsProblem, inputs: Tensors) -> tuple[Tensor, ...]
     scores = inputs["squares"].float().view(parts, m)
     if parts == 2:
         scores = scores * scores.new_tensor([[196.0], [1.0]])
-    if problem.product == "wgrad":
+    if product == "wgrad":
         scores = scores * inputs["x_squares"].float()
     p = (scores > 0).float().flatten()
     if problem.keep == "half":
@@ -170,14 +188,14 @@ def _sizes(rng: Random, like: Tensor) -> Tensor:
 OP = SampleRows()
 
 
-def _product(squares: Shape, x_squares: Shape | None, parts: int) -> dict[str, Any]:
-    """Return fields: for a weight's gradient where x_squares are given, else for an input's."""
-    return {"m": squares[0] // parts, "product": "dgrad" if x_squares is None else "wgrad"}
+def _tokens(squares: Shape, parts: int) -> dict[str, Any]:
+    return {"m": squares[0] // parts}
 
 
 _sample_rows = Operator(
-    "sample_rows(Tensor squares, Tensor? x_squares, Tensor seed, int parts, str keep) -> Tensor[]",
-    derive=_product,
+    "sample_rows(Tensor squares, Tensor? x_squares, Tensor seed, int parts, str product, str keep)"
+    " -> Tensor[]",
+    derive=_tokens,
 )
 
 
@@ -198,13 +216,53 @@ def int4_sample_rows(
         keep: "half" of the rows of both parts (m) are expected to be kept, or "all" but the zero
             ones.
     """
+    squares = _expected(squares, parts, keep)
+    if x_squares is not None:
+        x_squares = _expected_x(x_squares, squares, parts)
+    seed = expect.seed_on(seed, squares)
+    product: Product = "dgrad" if x_squares is None else "wgrad"
+    found = _sample_rows(squares, x_squares, seed, parts, product, keep)
+    return _of_input(found) if x_squares is None else _of_weight(found)
+
+
+@checked
+def int4_sample_rows_both(
+    squares: Tensor,
+    *,
+    x_squares: Tensor,
+    parts: Parts = 2,
+    keep: Keep = "half",
+    seed: Tensor,
+) -> tuple[SampledRows, SampledRows]:
+    """Return what `int4_sample_rows` does for the input's gradient, and for the weight's.
+
+    Args:
+        seed: int64, two elements: the input's, and the weight's.
+    """
+    squares = _expected(squares, parts, keep)
+    x_squares = _expected_x(x_squares, squares, parts)
+    seed = expect.exactly("seed", seed, "int64", (2,), squares)
+    found = _sample_rows(squares, x_squares, seed, parts, "both", keep)
+    return _of_input(found[:4]), _of_weight(found[4:])
+
+
+def _expected(squares: Tensor, parts: Parts, keep: Keep) -> Tensor:
+    """Return squares, contiguous, once they and the choices are what is expected."""
     expect.choice("parts", parts, Parts)
     expect.choice("keep", keep, Keep)
     m = squares.shape[0] // parts if squares.dim() == 1 else 0
-    squares = expect.exactly("squares", squares, "int32", (parts * m,), squares)
-    if x_squares is not None:
-        x_squares = expect.exactly("x_squares", x_squares, "int32", (m,), squares)
-    seed = expect.seed_on(seed, squares)
-    rows, counts, *rest = _sample_rows(squares, x_squares, seed, parts, keep)
-    weight, slots, repeat = (*rest, None) if x_squares is None else (None, None, *rest)
-    return SampledRows(rows, counts, weight, slots, repeat)
+    return expect.exactly("squares", squares, "int32", (parts * m,), squares)
+
+
+def _expected_x(x_squares: Tensor, squares: Tensor, parts: Parts) -> Tensor:
+    return expect.exactly("x_squares", x_squares, "int32", (len(squares) // parts,), squares)
+
+
+def _of_input(found: Sequence[Tensor]) -> SampledRows:
+    rows, counts, weight, slots = found
+    return SampledRows(rows, counts, weight, slots, None)
+
+
+def _of_weight(found: Sequence[Tensor]) -> SampledRows:
+    rows, counts, repeat = found
+    return SampledRows(rows, counts, None, None, repeat)

@@ -87,7 +87,10 @@ def _changed(op: Op, problem: Any, change: dict[str, Any]) -> Iterator[Any]:
 
 
 def _changes(problem: Any) -> Iterator[dict[str, Any]]:
-    """Another value of each field that has few, or that may be missing."""
+    """Another value of each field that has few, or that may be missing; of a product each other.
+
+    It says which tensors are given.
+    """
     for name, hint in get_type_hints(type(problem)).items():
         value = getattr(problem, name)
         choices = get_args(hint) if get_origin(hint) is Literal else ()
@@ -96,4 +99,4 @@ def _changes(problem: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(hint, UnionType) and value is None:
             yield {name: M}
         elif name != "mode" and (others := [choice for choice in choices if choice != value]):
-            yield {name: others[-1]}
+            yield from ({name: other} for other in (others if name == "product" else others[-1:]))

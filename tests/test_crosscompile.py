@@ -55,6 +55,8 @@ def problems(op, capability):
     for variation in VARIATIONS:
         fields = {k: v for k, v in variation.items() if k in op.Problem.__dataclass_fields__}
         found += [p for mode in op.modes for p in op.problems(mode, {**shape, **fields})]
+    if op.name == "sample_rows":  # whose draws of both products are functions of their own
+        found += op.problems("fwd", {**shape, "product": "both"})
     if "residual" in op.Problem.__dataclass_fields__:
         found += [p for stream in STREAMS for p in op.problems("bwd", {**shape, **stream})]
     return dict.fromkeys(found)

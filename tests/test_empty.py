@@ -210,6 +210,9 @@ def test_int4_gradients(device, run, m, n):
     of_x = split.squares[:m]
     repeat = run(int8.int4_sample_rows, split.squares, x_squares=of_x, seed=seed(device)).repeat
     assert repeat.dtype == torch.int8
+    seeds = torch.tensor([1, 2], device=device)
+    of_both = run(int8.int4_sample_rows_both, split.squares, x_squares=of_x, seed=seeds)
+    assert [of.counts.tolist() for of in of_both] == [[0, 0]] * 2
     assert run(int8.int4_gather_rows, split, wide=True).wide.shape == (2 * m, n)
     chosen = {"rows": drawn.rows, "counts": drawn.counts, "transpose": True}
     assert run(int8.int4_gather_rows, split, **chosen).wide.shape == (n, len(drawn.rows))

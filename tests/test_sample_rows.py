@@ -1,5 +1,6 @@
 """sample_rows: the reference against what it must be, kernels against the reference to the bit."""
 
+import dataclasses
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.kept_rows import SEGMENT, capacity
 from jetfire.core.launch import launch, verify
+from jetfire.ops import int4_sample_rows, int4_sample_rows_both
 from jetfire.reference.sample_rows import (
     LEAST,
     ONE,
@@ -26,6 +28,7 @@ KERNEL = registry.get_kernel("sample_rows", "triton")
 TORCH = registry.get_kernel("sample_rows", "torch")
 CPU = torch.device("cpu")
 PRODUCTS = ("dgrad", "wgrad")
+EACH = (*PRODUCTS, "both")
 SEED = torch.tensor([11])
 
 
@@ -159,7 +162,7 @@ def test_a_buffer_that_is_too_small_is_an_error():
 # The kernels
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", EACH)
 @pytest.mark.parametrize(("m", "data"), [(1, "normal"), (100, "heavy"), (300, "gradient")])
 def test_kernels_are_bit_equal(device, product, m, data):
     problem = OP.Problem(m, product=product)
@@ -183,7 +186,41 @@ def test_all_that_is_not_zero(device, product, parts, keep):
     assert torch.equal(rows.long(), alive.nonzero().flatten())
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+def ran(problem, inputs, kernel, config):
+    outputs = OP.poison(problem, OP.outputs(problem, inputs))
+    launch(kernel, problem, config, inputs, outputs)
+    return outputs
+
+
+def singles(problem, inputs, kernel, config):
+    """What the draws of one product give, by the names that they have in that of both."""
+    found = {}
+    for i, product in enumerate(PRODUCTS):
+        alone = dataclasses.replace(problem, product=product)
+        given = {name: inputs[name] for name in OP.reads(alone)}
+        given["seed"] = inputs["seed"][i : i + 1].clone()
+        for name, tensor in ran(alone, given, kernel, config).items():
+            found[f"wgrad_{name}" if name in found else name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("m", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize(("parts", "keep"), [(2, "half"), (2, "all"), (1, "half"), (1, "all")])
+def test_both_draws_are_those_of_each_product(device, parts, keep, m):
+    problem = OP.Problem(m, parts=parts, keep=keep, product="both")
+    inputs = OP.inputs(problem, device, data="heavy")
+    where = Device.of(inputs["squares"])
+    assert len(inputs["seed"].unique()) == 2
+    for config in (KERNEL.default(problem, where), KERNEL.Config(128, 128, 4)):
+        found = ran(problem, inputs, KERNEL, config)
+        expected = singles(problem, inputs, KERNEL, config)
+        assert list(found) == list(expected)
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+    check(problem, inputs)
+
+
+@pytest.mark.parametrize("product", EACH)
 def test_every_config_draws_the_same(device, product):
     problem = OP.Problem(140, product=product)
     inputs = OP.inputs(problem, device, data="heavy")
@@ -191,7 +228,7 @@ def test_every_config_draws_the_same(device, product):
         check(problem, inputs, KERNEL.Config(tile, rows, warps))
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", EACH)
 @pytest.mark.parametrize(
     "case", ["zeros", "one", "first", "equal", "steep", "largest", "half", "one more than half"]
 )
@@ -213,13 +250,17 @@ def test_special_scores(device, product, case):
         squares[:] = most
     elif case.endswith("half"):
         squares[: m + (case != "half")] = torch.arange(1, m + 1 + (case != "half")).int()
+    problem = OP.Problem(m, product=product)
     inputs = {"squares": squares.to(device), "seed": SEED.to(device)}
-    if product == "wgrad":
+    if product == "both":
+        inputs["seed"] = torch.tensor([11, 12], device=device)
+    if product != "dgrad":
         inputs["x_squares"] = x_squares.to(device)
-    found = check(OP.Problem(m, product=product), inputs)
-    count = int((found["rows"] >= 0).sum())
+    found = check(problem, inputs)
     alive = int((squares > 0).sum())
-    assert count == alive if alive <= m else m <= count <= m + 1 + m // 8
+    for rows in (found[name] for name in found if name.endswith("rows")):
+        count = int((rows >= 0).sum())
+        assert count == alive if alive <= m else m <= count <= m + 1 + m // 8
 
 
 def test_seeds_draw_other_rows_and_one_seed_the_same(device):
@@ -247,17 +288,21 @@ def test_the_check_sees_one_row_too_few():
     assert "rows: 1 of" in found.message
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", EACH)
 @pytest.mark.parametrize("keep", ["half", "all"])
 def test_the_torch_peer_keeps_as_many(product, keep):
     problem = OP.Problem(500, product=product, keep=keep)
     inputs = OP.inputs(problem, CPU, data="heavy")
-    rows, count, inverse = OP.peers(problem, inputs)["eager"]()()
+    found = OP.peers(problem, inputs)["eager"]()()
     expected = OP.reference(problem, inputs)
-    if product == "dgrad" or keep == "all":
-        assert abs(int(count) - int((expected["rows"] >= 0).sum())) <= 1
-    assert len(rows) == 1000
-    assert bool((inverse[:count] >= 1).all())
+    assert len(found) == 3 * len(problem.products)
+    of_each = [tensor for name, tensor in expected.items() if name.endswith("rows")]
+    for i, of in enumerate(problem.products):
+        rows, count, inverse = found[3 * i : 3 * i + 3]
+        if of == "dgrad" or keep == "all":
+            assert abs(int(count) - int((of_each[i] >= 0).sum())) <= 1
+        assert len(rows) == 1000
+        assert bool((inverse[:count] >= 1).all())
 
 
 def test_there_is_no_n_and_tokens_are_what_is_asked_for():
@@ -280,8 +325,37 @@ def test_what_is_refused():
     assert KERNEL.legal(problem, KERNEL.Config(), target_device((8, 0))) is None
 
 
+@pytest.mark.parametrize(("parts", "keep"), [(2, "half"), (2, "all"), (1, "half")])
+def test_the_function_of_both_gives_what_that_of_each_does(device, parts, keep):
+    problem = OP.Problem(150, parts=parts, keep=keep, product="both")
+    squares, x_squares, seed = OP.inputs(problem, device, data="gradient").values()
+    more = {"parts": parts, "keep": keep}
+    found = int4_sample_rows_both(squares, x_squares=x_squares, seed=seed, **more)
+    expected = (
+        int4_sample_rows(squares, seed=seed[:1], **more),
+        int4_sample_rows(squares, x_squares=x_squares, seed=seed[1:], **more),
+    )
+    for got, right in zip(found, expected, strict=True):
+        for name, tensor in got._asdict().items():
+            other = getattr(right, name)
+            assert tensor is other is None or torch.equal(tensor, other), name
+
+
+def test_the_function_of_both_takes_a_seed_for_each():
+    squares = torch.ones(8, dtype=torch.int32)
+    for seed in (SEED, torch.tensor([[1, 2]]), torch.tensor([1, 2], dtype=torch.int32)):
+        with pytest.raises(UsageError, match=r"seed is int.*: expected int64 \(2,\)"):
+            int4_sample_rows_both(squares, x_squares=squares[:4], seed=seed)
+    apart = torch.tensor([1, 0, 2])[::2]
+    found, together = (
+        int4_sample_rows_both(squares, x_squares=squares[:4], seed=seed)
+        for seed in (apart, apart.clone())
+    )
+    assert all(map(torch.equal, found[1][:2], together[1][:2]))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", EACH)
 @pytest.mark.parametrize("m", [1, 33, 4608, 8191, 15360, 65536])
 @pytest.mark.parametrize("data", ["normal", "heavy", "gradient"])
 def test_whole_layers(device, product, m, data):
@@ -290,7 +364,21 @@ def test_whole_layers(device, product, m, data):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("keep", ["half", "all"])
+@pytest.mark.parametrize("m", [129, 8191, 8192, 16384])
+def test_both_draws_of_whole_layers_are_those_of_each_product(device, parts, keep, m):
+    problem = OP.Problem(m, parts=parts, keep=keep, product="both")
+    inputs = OP.inputs(problem, device, data="gradient")
+    default = KERNEL.default(problem, Device.of(inputs["squares"]))
+    for config in (default, KERNEL.Config(16384, 256, 8), KERNEL.Config(4096, 512, 8)):
+        found = ran(problem, inputs, KERNEL, config)
+        for name, tensor in singles(problem, inputs, KERNEL, config).items():
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("product", EACH)
 def test_replays_in_a_graph_with_new_seeds(device, product):
     problem = OP.Problem(3000, product=product)
     inputs = OP.inputs(problem, device, data="heavy")
@@ -302,7 +390,7 @@ def test_replays_in_a_graph_with_new_seeds(device, product):
     with torch.cuda.graph(graph):
         launch(KERNEL, problem, config, inputs, outputs)
     for seed in (1, 2, 3):
-        inputs["seed"].fill_(seed)
+        inputs["seed"].copy_(seed + torch.arange(len(inputs["seed"])))
         OP.poison(problem, outputs)
         graph.replay()
         result = OP.check(problem, outputs, OP.reference(problem, inputs))

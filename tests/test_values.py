@@ -52,7 +52,7 @@ FIELDS = {
     "rmsnorm": [{"mode": "fwd"}, {"mode": "bwd"}, {"mode": "bwd", "residual": True}],
     "quantize": [{"dtype": "fp32"}, {"rounding": "stochastic", "layout": "both"}],
     "rope": [{"head": 2}, {"head": 2, "inverse": True, "dtype": "fp32"}],
-    "sample_rows": [{}, {"product": "wgrad"}],
+    "sample_rows": [{}, {"product": "wgrad"}, {"product": "both"}],
 }
 
 

@@ -4,6 +4,7 @@ Nearly all the time is latency. What needs all rows (the largest score, the wate
 of the chances before a program's rows) each program works out for itself: 16384 weights are 64 KiB
 that each reads from the L2 cache and then holds in registers, which takes less than waiting for
 another program. What costs instructions (roots, divisions, a prefix sum) it does for its own rows.
+Both products' draws share the two launches: axis 1 of the grid is the product.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import triton
 import triton.language as tl
 
 from jetfire.core.device import Device
-from jetfire.core.kept_rows import capacity
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import INTERPRETED, philox_words, random_u16
@@ -29,7 +29,8 @@ STREAM_SAMPLING = tl.constexpr(2)
 ONE = tl.constexpr(1 << 32)
 HIGH = tl.constexpr(14)
 SEGMENT = tl.constexpr(128)
-LEAST = {"dgrad": 1, "wgrad": 1 << 28}
+LEAST_DGRAD = tl.constexpr(1)
+LEAST_WGRAD = tl.constexpr(1 << 28)
 MOST_HELD = 16384  # rows at a time: twice as many spill, however many warps share them
 MOST_TOKENS = 1 << 28  # twice a row number stays in int32
 
@@ -57,7 +58,7 @@ def scores(squares_ptr, x_squares_ptr, rows, M, TOTAL, PARTS: tl.constexpr, WGRA
 
 
 @triton.jit
-def weigh_kernel(
+def weigh(
     squares_ptr,
     x_squares_ptr,
     w_ptr,
@@ -79,6 +80,40 @@ def weigh_kernel(
     score = scores(squares_ptr, x_squares_ptr, rows, M, TOTAL, PARTS, WGRAD)
     w = tl.ceil(tl.sqrt(score.to(tl.float64)) * unit).to(tl.int32)
     tl.store(w_ptr + rows, w, mask=rows < TOTAL)
+
+
+@triton.jit
+def weigh_kernel(
+    squares_ptr,
+    x_squares_ptr,
+    w_ptr,
+    M,
+    TOTAL,
+    PARTS: tl.constexpr,
+    WGRAD: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write a product's weights."""
+    weigh(squares_ptr, x_squares_ptr, w_ptr, M, TOTAL, PARTS, WGRAD, TILE, ROWS)
+
+
+@triton.jit
+def weigh_both_kernel(
+    squares_ptr,
+    x_squares_ptr,
+    w_ptr,
+    M,
+    TOTAL,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write each product's weights, wgrad's after dgrad's."""
+    if tl.program_id(1) == 0:
+        weigh(squares_ptr, x_squares_ptr, w_ptr, M, TOTAL, PARTS, False, TILE, ROWS)
+    else:
+        weigh(squares_ptr, x_squares_ptr, w_ptr + TOTAL, M, TOTAL, PARTS, True, TILE, ROWS)
 
 
 @triton.jit
@@ -156,7 +191,7 @@ def pad(rows_ptr, weight_ptr, repeat_ptr, first, end, WGRAD: tl.constexpr):
 
 
 @triton.jit
-def draw_kernel(
+def draw(
     w_ptr,
     x_squares_ptr,
     seed_ptr,
@@ -171,12 +206,12 @@ def draw_kernel(
     PARTS: tl.constexpr,
     WGRAD: tl.constexpr,
     SAMPLED: tl.constexpr,
-    LEAST: tl.constexpr,
     TILE: tl.constexpr,
     HELD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Draw a program's rows; HELD: TILE covers all rows, whose weights stay in registers."""
+    LEAST: tl.constexpr = LEAST_WGRAD if WGRAD else LEAST_DGRAD
     own = tl.program_id(0) * ROWS
     seed = tl.load(seed_ptr)
     lanes = tl.arange(0, TILE)
@@ -260,6 +295,113 @@ def draw_kernel(
         pad(rows_ptr, weight_ptr, repeat_ptr, end, ROOM, WGRAD)
 
 
+@triton.jit
+def draw_kernel(
+    w_ptr,
+    x_squares_ptr,
+    seed_ptr,
+    rows_ptr,
+    counts_ptr,
+    weight_ptr,
+    slots_ptr,
+    repeat_ptr,
+    M,
+    TOTAL,
+    ROOM,
+    PARTS: tl.constexpr,
+    WGRAD: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TILE: tl.constexpr,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Draw a product's rows."""
+    draw(
+        w_ptr,
+        x_squares_ptr,
+        seed_ptr,
+        rows_ptr,
+        counts_ptr,
+        weight_ptr,
+        slots_ptr,
+        repeat_ptr,
+        M,
+        TOTAL,
+        ROOM,
+        PARTS,
+        WGRAD,
+        SAMPLED,
+        TILE,
+        HELD,
+        ROWS,
+    )
+
+
+@triton.jit
+def draw_both_kernel(
+    w_ptr,
+    x_squares_ptr,
+    seed_ptr,
+    rows_ptr,
+    counts_ptr,
+    weight_ptr,
+    slots_ptr,
+    wgrad_rows_ptr,
+    wgrad_counts_ptr,
+    repeat_ptr,
+    M,
+    TOTAL,
+    ROOM,
+    WGRAD_ROOM,
+    PARTS: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TILE: tl.constexpr,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Draw each product's rows, with a seed each."""
+    if tl.program_id(1) == 0:
+        draw(
+            w_ptr,
+            x_squares_ptr,
+            seed_ptr,
+            rows_ptr,
+            counts_ptr,
+            weight_ptr,
+            slots_ptr,
+            repeat_ptr,
+            M,
+            TOTAL,
+            ROOM,
+            PARTS,
+            False,
+            SAMPLED,
+            TILE,
+            HELD,
+            ROWS,
+        )
+    else:
+        draw(
+            w_ptr + TOTAL if SAMPLED else w_ptr,
+            x_squares_ptr,
+            seed_ptr + 1,
+            wgrad_rows_ptr,
+            wgrad_counts_ptr,
+            weight_ptr,
+            slots_ptr,
+            repeat_ptr,
+            M,
+            TOTAL,
+            WGRAD_ROOM,
+            PARTS,
+            True,
+            SAMPLED,
+            TILE,
+            HELD,
+            ROWS,
+        )
+
+
 class TritonSampleRows(TritonKernel):
     op = "sample_rows"
     Config = SampleRowsConfig
@@ -298,18 +440,23 @@ class TritonSampleRows(TritonKernel):
     def launches(
         self, problem: Any, config: SampleRowsConfig, device: Device
     ) -> tuple[Launch, ...]:
-        total, sampled = problem.parts * problem.m, _sampled(problem)
-        given = {"TOTAL": total, "WGRAD": problem.product == "wgrad", **EXACT}
+        total, sampled, products = problem.parts * problem.m, _sampled(problem), problem.products
+        given: dict[str, Any] = {"TOTAL": total, **EXACT}
         drawn = {
-            "ROOM": capacity(problem.m, problem.parts, problem.product, problem.keep),
+            "ROOM": problem.room(products[0]),
             "SAMPLED": sampled,
-            "LEAST": LEAST[problem.product],
             "HELD": total <= config.tile,
         }
-        grid = (ceil_div(total, config.rows),)
+        if problem.product == "both":
+            functions = weigh_both_kernel, draw_both_kernel
+            drawn["WGRAD_ROOM"] = problem.room("wgrad")
+        else:
+            functions = weigh_kernel, draw_kernel
+            given["WGRAD"] = problem.product == "wgrad"
+        grid = ceil_div(total, config.rows), len(products)
         found = (
-            Launch(weigh_kernel, grid, problem, config, **given),
-            Launch(draw_kernel, grid, problem, config, **given, **drawn),
+            Launch(functions[0], grid, problem, config, **given),
+            Launch(functions[1], grid, problem, config, **given, **drawn),
         )
         return found if sampled else found[1:]
 
@@ -318,7 +465,8 @@ class TritonSampleRows(TritonKernel):
     ) -> Mapping[str, Any]:
         w = squares = inputs["squares"]
         if _sampled(problem):
-            w = torch.empty(problem.parts * problem.m, dtype=torch.int32, device=squares.device)
+            count = len(problem.products) * problem.parts * problem.m
+            w = torch.empty(count, dtype=torch.int32, device=squares.device)
         return {**inputs, **outputs, "w": w}
 
 
