@@ -187,7 +187,8 @@ def multiply_backward(
     if setting.gradient == "int8":
         gradient = Whole.of(dy, kept.seeds)
     else:
-        gradient = Split.of(dy, setting.gradient, kept.seeds)
+        x_squares = kept.squares if wants.weight else None
+        gradient = Split.of(dy, setting.gradient, kept.seeds, wants_x, x_squares)
     dx = dw = db = None
     if wants_x:
         dx = gradient.of_input(kept.transpose, x, setting.group, rounded)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from jetfire.core.errors import UsageError
-from jetfire.core.kept_rows import MOST_K, Keep, Parts, SampledRows, capacity
+from jetfire.core.kept_rows import MOST_K, SampledRows, capacity
 from jetfire.core.problem import Block, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4, blocks_of
 from jetfire.nn.products import FLOATS, quantised_gradient
@@ -24,6 +24,7 @@ from jetfire.ops import (
     int4_gather_rows,
     int4_quantize_backward,
     int4_sample_rows,
+    int4_sample_rows_both,
     int8_column_sum,
     int8_gemm,
 )
@@ -80,30 +81,38 @@ class Split(NamedTuple):
     Attributes:
         given: as it was given, floats or INT8 codes.
         codes: hi's rows above lo's; the unit is their scale.
+        dgrad, wgrad: the rows that each product keeps; None for one that is not wanted.
     """
 
     given: Tensor | Quantized
     codes: Quantized4
-    parts: Parts
-    keep: Keep
-    seeds: Tensor
+    dgrad: SampledRows | None
+    wgrad: SampledRows | None
 
     @classmethod
-    def of(cls, gradient: Tensor | Quantized, how: Gradient, seeds: Tensor) -> Split:
-        """Return that of m×n; `seeds` are `KEYS`: for its parts, and for each product's rows."""
-        parts, keep = parts_and_rows(how)
+    def of(
+        cls,
+        gradient: Tensor | Quantized,
+        how: Gradient,
+        seeds: Tensor,
+        wants_x: bool,
+        x_squares: Tensor | None,
+    ) -> Split:
+        """Return that of m×n, with the rows of the products that are wanted.
+
+        Args:
+            seeds: `KEYS`: for its parts, and for each product's rows.
+            wants_x: whether the input's gradient is.
+            x_squares: of the input's codes, where the weight's is.
+        """
+        parts, _ = parts_and_rows(how)
         bits: Literal[8, 4] = 8 if parts == 2 else 4
         if isinstance(gradient, Quantized):
             codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])
         else:
             codes = int4_bit_split(gradient.contiguous(), bits=bits, seed=seeds[0:1])
-        return cls(gradient, codes, parts, keep, seeds)
-
-    def _draw(self, seed: Tensor, x_squares: Tensor | None = None) -> SampledRows:
-        assert self.codes.squares is not None
-        return int4_sample_rows(
-            self.codes.squares, x_squares=x_squares, parts=self.parts, keep=self.keep, seed=seed
-        )
+        assert codes.squares is not None
+        return cls(gradient, codes, *_drawn(codes.squares, how, seeds[1:], wants_x, x_squares))
 
     def of_input(
         self, weight: Any, x: Quantized4, group: Group, rounded: Rounded | None
@@ -114,7 +123,8 @@ class Split(NamedTuple):
             weight: wide codes of the weight's transpose.
             x: the input's packed codes.
         """
-        rows, counts, chances, slots, _ = self._draw(self.seeds[1:2])
+        assert self.dgrad is not None
+        rows, counts, chances, slots, _ = self.dgrad
         wide = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
         dx_hat = int4_gemm(wide, weight, weight=chances, counts=counts, out=float_of(self.given))
         del wide
@@ -125,7 +135,8 @@ class Split(NamedTuple):
 
     def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
         """Return Gᵀ·X of the input's packed codes."""
-        rows, counts, _, _, repeat = self._draw(self.seeds[2:3], x.squares)
+        assert self.wgrad is not None
+        rows, counts, _, _, repeat = self.wgrad
         gt = int4_gather_rows(self.codes, rows=rows, counts=counts, repeat=repeat, transpose=True)
         xt = int4_gather_rows(x, rows=rows, counts=counts, transpose=True)
         return int4_gemm(gt, xt, counts=counts, out=out)
@@ -136,6 +147,20 @@ class Split(NamedTuple):
         if isinstance(given, Quantized):
             return int8_column_sum(given)
         return given.sum(0, dtype=torch.float32)
+
+
+def _drawn(
+    squares: Tensor, how: Gradient, seeds: Tensor, wants_x: bool, x_squares: Tensor | None
+) -> tuple[SampledRows | None, SampledRows | None]:
+    """Return the rows that the products keep, of both by one call where both are wanted."""
+    parts, keep = parts_and_rows(how)
+    more: dict[str, Any] = {"parts": parts, "keep": keep}
+    if wants_x and x_squares is not None:
+        return int4_sample_rows_both(squares, x_squares=x_squares, seed=seeds, **more)
+    dgrad = int4_sample_rows(squares, seed=seeds[:1], **more) if wants_x else None
+    if x_squares is None:
+        return dgrad, None
+    return None, int4_sample_rows(squares, x_squares=x_squares, seed=seeds[1:], **more)
 
 
 class Whole(NamedTuple):

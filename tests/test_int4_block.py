@@ -229,7 +229,7 @@ def test_what_is_rounded_has_a_key_of_its_own(device, monkeypatch):
     def recorded(function):
         def call(*args, **options):
             if options.get("seed") is not None:
-                seeds.append(int(options["seed"]))
+                seeds.extend(options["seed"].tolist())
             return function(*args, **options)
 
         return call

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from jetfire.core import registry
 from jetfire.core.errors import UsageError
 from jetfire.core.kept_rows import MOST_K, capacity
 from jetfire.nn import (
@@ -290,6 +291,40 @@ def test_frozen():
     plain = Int4Linear(64, 48, bias=False)
     plain(x).sum().backward()
     assert plain.bias is None
+
+
+@pytest.mark.parametrize("name", [name for name in INT4 if KINDS[name].gradient != "int8"])
+@pytest.mark.parametrize(
+    ("frozen", "products"), [((), ["both"]), (("x",), ["wgrad"]), (("weight",), ["dgrad"])]
+)
+def test_rows_of_all_gradients_are_drawn_by_one_call(name, frozen, products, monkeypatch):
+    launched, launch = [], registry.get_kernel("sample_rows", "torch").launch
+
+    def noted(problem, *rest):
+        launched.append(problem.product)
+        launch(problem, *rest)
+
+    monkeypatch.setattr(registry.get_kernel("sample_rows", "torch"), "launch", noted)
+    layer, x = layer_of(64, 48, KINDS[name]), outlying(40, 64)
+    layer.weight.requires_grad_("weight" not in frozen)
+    layer(x.detach() if "x" in frozen else x).sum().backward()
+    assert launched == products
+
+
+@pytest.mark.parametrize("name", [name for name in INT4 if KINDS[name].gradient != "int8"])
+def test_a_gradient_is_the_same_whether_the_other_is_wanted(name):
+    """Each product's rows have a seed of their own."""
+    layer, x = layer_of(64, 48, KINDS[name]), outlying(40, 64)
+    dy = torch.randn(40, 48)
+
+    def gradients(*of):
+        torch.manual_seed(1)
+        return torch.autograd.grad(layer(x), of, dy)
+
+    of_x, of_weight = gradients(x, layer.weight)
+    assert torch.equal(of_x, gradients(x)[0])
+    x = x.detach()
+    assert torch.equal(of_weight, gradients(layer.weight)[0])
 
 
 # What backward keeps
