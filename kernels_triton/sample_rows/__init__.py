@@ -58,7 +58,7 @@ def scores(squares_ptr, x_squares_ptr, rows, M, TOTAL, PARTS: tl.constexpr, WGRA
 
 
 @triton.jit
-def weigh(
+def weigh_kernel(
     squares_ptr,
     x_squares_ptr,
     w_ptr,
@@ -83,22 +83,6 @@ def weigh(
 
 
 @triton.jit
-def weigh_kernel(
-    squares_ptr,
-    x_squares_ptr,
-    w_ptr,
-    M,
-    TOTAL,
-    PARTS: tl.constexpr,
-    WGRAD: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Write a product's weights."""
-    weigh(squares_ptr, x_squares_ptr, w_ptr, M, TOTAL, PARTS, WGRAD, TILE, ROWS)
-
-
-@triton.jit
 def weigh_both_kernel(
     squares_ptr,
     x_squares_ptr,
@@ -111,9 +95,9 @@ def weigh_both_kernel(
 ):
     """Write each product's weights, wgrad's after dgrad's."""
     if tl.program_id(1) == 0:
-        weigh(squares_ptr, x_squares_ptr, w_ptr, M, TOTAL, PARTS, False, TILE, ROWS)
+        weigh_kernel(squares_ptr, x_squares_ptr, w_ptr, M, TOTAL, PARTS, False, TILE, ROWS)
     else:
-        weigh(squares_ptr, x_squares_ptr, w_ptr + TOTAL, M, TOTAL, PARTS, True, TILE, ROWS)
+        weigh_kernel(squares_ptr, x_squares_ptr, w_ptr + TOTAL, M, TOTAL, PARTS, True, TILE, ROWS)
 
 
 @triton.jit
@@ -191,7 +175,7 @@ def pad(rows_ptr, weight_ptr, repeat_ptr, first, end, WGRAD: tl.constexpr):
 
 
 @triton.jit
-def draw(
+def draw_kernel(
     w_ptr,
     x_squares_ptr,
     seed_ptr,
@@ -296,48 +280,6 @@ def draw(
 
 
 @triton.jit
-def draw_kernel(
-    w_ptr,
-    x_squares_ptr,
-    seed_ptr,
-    rows_ptr,
-    counts_ptr,
-    weight_ptr,
-    slots_ptr,
-    repeat_ptr,
-    M,
-    TOTAL,
-    ROOM,
-    PARTS: tl.constexpr,
-    WGRAD: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    TILE: tl.constexpr,
-    HELD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Draw a product's rows."""
-    draw(
-        w_ptr,
-        x_squares_ptr,
-        seed_ptr,
-        rows_ptr,
-        counts_ptr,
-        weight_ptr,
-        slots_ptr,
-        repeat_ptr,
-        M,
-        TOTAL,
-        ROOM,
-        PARTS,
-        WGRAD,
-        SAMPLED,
-        TILE,
-        HELD,
-        ROWS,
-    )
-
-
-@triton.jit
 def draw_both_kernel(
     w_ptr,
     x_squares_ptr,
@@ -361,7 +303,7 @@ def draw_both_kernel(
 ):
     """Draw each product's rows, with a seed each."""
     if tl.program_id(1) == 0:
-        draw(
+        draw_kernel(
             w_ptr,
             x_squares_ptr,
             seed_ptr,
@@ -381,7 +323,7 @@ def draw_both_kernel(
             ROWS,
         )
     else:
-        draw(
+        draw_kernel(
             w_ptr + TOTAL if SAMPLED else w_ptr,
             x_squares_ptr,
             seed_ptr + 1,
