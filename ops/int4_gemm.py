@@ -14,9 +14,9 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kept_rows import MOST_K, SEGMENT, capacity
 from jetfire.core.op import Tuning
 from jetfire.core.operators import Operator, Shape
-from jetfire.core.problem import FloatName, Mode, Problem
+from jetfire.core.problem import Block, FloatName, Mode, Problem
 from jetfire.core.suites import STEADY_MS, Exported, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, dtype_of
+from jetfire.core.tensors import Quantized, Quantized4, Spec, Specs, Tensors, dtype_of, quantized
 from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.op import StandardOp
@@ -44,12 +44,15 @@ class Int4GemmProblem(Problem):
     ``wgrad``: the first counts[0] of K count 14 times, those from there to counts[1] once, the rest
     is not read. Counts are multiples of 128. A's codes may have been repeated, up to ±112, for
     which a nibble has no room: both operands' bytes are then the numbers that are meant.
+
+    ``out="int8"``, of `fwd` alone: codes of C, rounded to nearest in blocks of `out_block`.
     """
 
     k: int
     operands: Operands = "packed"
     product: Product = "fwd"
-    out: FloatName = "bf16"
+    out: Literal["bf16", "fp16", "fp32", "int8"] = "bf16"
+    out_block: Block = 32
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +61,10 @@ class Int4GemmProblem(Problem):
             raise UsageError(f"k={self.k}: expected an even number, for wide codes too")
         if self.bias and self.product != "fwd":
             raise UsageError(f"bias=true product={self.product}: expected product=fwd")
+        if self.out == "int8" and self.product != "fwd":
+            raise UsageError(f"out=int8 product={self.product}: expected product=fwd")
+        if self.out_block != 32 and self.out != "int8":
+            raise UsageError(f"out_block={self.out_block} out={self.out}: expected out=int8")
         if self.operands == "packed" and self.product == "wgrad":
             raise UsageError(
                 "operands=packed product=wgrad: expected operands=wide, whose bytes have room for "
@@ -65,6 +72,11 @@ class Int4GemmProblem(Problem):
             )
         if self.k > (most := MOST_K[self.product]):
             raise UsageError(f"k={self.k}: expected at most {most} for sums in 32 bits")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, without an `out_block` where no codes are written."""
+        codes = self.out == "int8"
+        return {name: v for name, v in vars(self).items() if codes or name != "out_block"}
 
     @property
     def shifted(self) -> bool:
@@ -145,6 +157,8 @@ class Int4Gemm(StandardOp):
         return specs
 
     def writes(self, problem: Int4GemmProblem) -> Specs:
+        if problem.out == "int8":
+            return quantized(problem.m, problem.n, problem.out_block)
         return {"c": Spec(problem.out, (problem.m, problem.n))}
 
     def drawn(self, problem: Int4GemmProblem, source: Source) -> Tensors:
@@ -160,9 +174,10 @@ class Int4Gemm(StandardOp):
         return inputs
 
     def reference(self, problem: Int4GemmProblem, inputs: Tensors) -> Tensors:
-        """Return ``c`` as every kernel must round it; of a dgrad, the rows that there are."""
+        """Return ``c`` or its codes, as every kernel must round; of a dgrad, the rows there are."""
         from jetfire.reference import int4_gemm as reference
         from jetfire.reference.nibbles import narrow, unpack
+        from jetfire.reference.quantize import quantize
 
         a, b = inputs["a"], inputs["b"]
         if problem.operands == "packed":
@@ -176,6 +191,8 @@ class Int4Gemm(StandardOp):
             c = reference.wgrad(*operands, inputs["counts"])
         else:
             c = reference.forward(*operands, inputs.get("bias"))
+        if problem.out == "int8":
+            return dict(zip(("q", "scale"), quantize(c, problem.out_block), strict=True))
         return {"c": c.to(dtype_of(problem.out))}
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
@@ -188,9 +205,15 @@ class Int4Gemm(StandardOp):
 
     def nothing(self, problem: Int4GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
         """Write the bias, or zeros."""
-        outputs["c"].zero_()
-        if problem.bias:
-            outputs["c"] += inputs["bias"]
+        from jetfire.reference.quantize import quantize
+
+        value = inputs["bias"] if problem.bias else inputs["a_scale"].new_zeros(problem.n)
+        value = value.expand(problem.m, problem.n)
+        if problem.out != "int8":
+            outputs["c"].copy_(value)
+        elif value.numel():
+            for name, codes in zip(outputs, quantize(value, problem.out_block), strict=True):
+                outputs[name].copy_(codes)
 
     def flops(self, problem: Int4GemmProblem) -> float:
         """Return those of the rows or the depth that `sampled` says there are."""
@@ -230,6 +253,11 @@ class Int4Gemm(StandardOp):
     def exported(self) -> list[Exported]:
         problem = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
         return [Exported("wgmma", problem, ("cuda",), turn=2)]
+
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields without the block of codes where none are written."""
+        codes = fields.get("out") == "int8"
+        return {name: v for name, v in fields.items() if codes or name != "out_block"}
 
     def peers(self, problem: Int4GemmProblem, inputs: Tensors) -> dict[str, Factory]:
         """Return products as large as what is counted, without the sampling."""
@@ -316,10 +344,21 @@ def _sizes(
     return {"m": a[0], "n": b[0], "k": k, "product": product, "bias": bias is not None}
 
 
+def _sizes_of_codes(a: Shape, b: Shape, bias: Shape | None, operands: str) -> dict[str, Any]:
+    return _sizes(a, b, bias, None, None, operands)
+
+
 _int4_gemm = Operator(
     "int4_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, Tensor?"
     " weight, Tensor? counts, str operands, str out) -> Tensor",
     derive=_sizes,
+)
+_int4_gemm_quantized = Operator(
+    "int4_gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, str"
+    " operands, int out_block) -> Tensor[]",
+    derive=_sizes_of_codes,
+    out="int8",
+    op="int4_gemm",
 )
 
 
@@ -331,9 +370,10 @@ def int4_gemm(
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     counts: Tensor | None = None,
-    out: FloatName = "bf16",
-) -> Tensor:
-    """Return A (m×k)·Bᵀ (B n×k) + bias, m×n of `out`: of wide codes if both have them, else packed.
+    out: str = "bf16",
+    out_block: Block = 32,
+) -> Any:
+    """Return A (m×k)·Bᵀ (B n×k) + bias, m×n: of wide codes if both have them, else packed.
 
     Args:
         a, b: k is even, of wide codes too. For a weight's gradient wide codes are bytes that are
@@ -343,6 +383,10 @@ def int4_gemm(
             weight[i], and what rows from counts[1] on hold is not said.
         counts alone: for a weight's gradient: what is summed over are the first counts[1], of
             which the first counts[0] count 14 times.
+        out: "bf16", "fp16", "fp32"; or "int8", without counts, for codes in blocks of `out_block`.
+
+    Returns:
+        C, m×n; for int8, `Quantized`.
     """
     operands: Operands = "packed" if a.wide is None or b.wide is None else "wide"
     a_codes, b_codes = (a.packed, b.packed) if operands == "packed" else (a.wide, b.wide)
@@ -356,7 +400,11 @@ def int4_gemm(
         unit = 2 if operands == "packed" else 1
         depths = f"a has k={a_codes.shape[1] * unit} and b k={b_codes.shape[1] * unit}"
         raise UsageError(f"{depths}: expected one k")
-    expect.choice("out", out, FloatName)
+    expect.choice("out", out, FloatName, "int8")
+    if out == "int8" and counts is not None:
+        raise UsageError("out=int8: expected no counts with it")
+    if out_block != 32 and out != "int8":
+        raise UsageError(f"out_block={out_block} out={out}: expected out=int8")
     if bias is not None:
         bias = expect.vector("bias", bias, b_codes.shape[0], a_codes)
     if weight is not None:
@@ -366,4 +414,7 @@ def int4_gemm(
     if counts is not None:
         counts = expect.exactly("counts", counts, "int32", (2,), a_codes)
     a_scale, b_scale = a.scale.view(1), b.scale.view(1)
-    return _int4_gemm(a_codes, a_scale, b_codes, b_scale, bias, weight, counts, operands, out)
+    factors = a_codes, a_scale, b_codes, b_scale, bias
+    if out == "int8":
+        return Quantized.of(_int4_gemm_quantized(*factors, operands, out_block), "q", out_block)
+    return _int4_gemm(*factors, weight, counts, operands, out)

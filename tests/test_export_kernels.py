@@ -19,7 +19,7 @@ from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.machine_code import Cubin, audit
 from jetfire.core.profiles import Entry
-from jetfire.export import cuda, samples
+from jetfire.export import cuda, flatten, samples
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
@@ -133,6 +133,13 @@ CASES = [
         PartsConfig(16, 3, 2),
     ),
     ("gelu", "tiles", columns(1022, 2056, mode="bwd"), PartsConfig(8, 2, 3)),
+    (
+        "int4_gemm",
+        "wgmma",
+        wide(out="int8", out_block=64, bias=True),
+        WgmmaConfig(3, 1, 192, 4, cluster_m=1),
+    ),
+    ("int4_gemm", "mma", gemm(out="int8", n=771), MmaConfig()),
 ]
 
 
@@ -172,12 +179,17 @@ def test_a_source_stands_alone_and_reads_well(case):
 def test_every_constant_is_said_with_what_it_means(case):
     plan = plan_for(case)
     codes = cuda.host_of(plan.kernel).codes(plan.problem, plan.tuned[0].config)
-    wanted = [
-        (kind, name, ("false", "true")[int(value)] if kind == "bool" else value)
-        for code in codes
-        for kind, name, value in re.findall(r"^constexpr (\w+) (\w+) = (\d+);", code.header, re.M)
-        if not name.startswith("EXPECTED")
-    ]
+    wanted = []
+    for code in codes:
+        wanted += [
+            (kind, name, ("false", "true")[int(value)] if kind == "bool" else value)
+            for kind, name, value in re.findall(
+                r"^constexpr (\w+) (\w+) = (\d+);", code.header, re.M
+            )
+            if not name.startswith("EXPECTED")
+        ]
+        defined = flatten.read(code.source).defined  # by the source, for the headers it includes
+        wanted += [("int", name, str(value)) for name, value in defined.items()]
     said = "\n".join(re.findall(r"// === This config =+\n\n(.*?)\n\n", source_of(case), re.DOTALL))
     assert re.findall(r"^constexpr (\w+) (\w+) = (\w+); +// \w", said, re.MULTILINE) == wanted
 
@@ -381,9 +393,9 @@ def test_gelu_by_nvcc_spills_nothing_with_as_many_blocks_as_fit(number, tmp_path
 # Bytes of each kernel's parameters.
 PARAMETERS = {
     "unpack": (8, 8, 4, 4, 8),
-    "gemm": (448,),
+    "gemm": (512,),
     "reduce": (8, 4, 4, 56),
-    "int4_gemm": (96,),
+    "int4_gemm": (104,),
     "forward": (72,),
     "backward": (88,),
     "tiles": (384,),

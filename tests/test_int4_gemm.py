@@ -18,6 +18,7 @@ from jetfire.measure.data import TYPICAL
 from jetfire.ops.int4_gemm import sampled
 from jetfire.reference import int4_gemm as reference
 from jetfire.reference.nibbles import narrow, pack, unpack, widen
+from jetfire.reference.quantize import quantize
 
 OP = registry.get("int4_gemm")
 KERNELS = ("int_mm", "mma", "wgmma")
@@ -56,6 +57,44 @@ def run(name, problem, inputs):
     outputs = OP.poison(problem, OP.outputs(problem, inputs))
     launch(kernel, problem, config, inputs, outputs)
     return outputs["c"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("operands", ["packed", "wide"])
+def test_codes_are_those_of_the_fp32_product(device, name, block, operands):
+    """Not rounded to BF16 between: to the bit, of NaN and infinite blocks too."""
+    fields = {"operands": operands, "out": "int8", "out_block": block}
+    for i, (shape, data) in enumerate(itertools.product(SHAPES, (*TYPICAL, "nonfinite"))):
+        problem = OP.Problem(*shape, **fields, bias=i % 2 == 0)
+        inputs = OP.inputs(problem, device, seed=i, data=data)
+        if problem.bias and data == "nonfinite":
+            inputs["a_scale"].fill_(0.5)
+            inputs["b_scale"].fill_(2.0**-9)
+            inputs["bias"][-1] = (math.inf, math.nan)[i % 2]
+        check(name, problem, inputs)
+
+
+def test_the_reference_of_codes_is_the_quantisers():
+    problem = OP.Problem(70, 130, 64, operands="wide", out="int8", out_block=64, bias=True)
+    inputs = OP.inputs(problem, CPU)
+    c = OP.reference(dataclasses.replace(problem, out="fp32", out_block=32), inputs)["c"]
+    q, scale = quantize(c, 64)
+    expected = OP.reference(problem, inputs)
+    assert torch.equal(expected["q"], q)
+    assert torch.equal(expected["scale"], scale)
+    wrong = {"q": q.clone(), "scale": scale}
+    wrong["q"][69, 129] += 1
+    assert not OP.check(problem, wrong, expected).ok
+
+
+def test_a_block_of_codes_counts_only_where_codes_are_written():
+    """So what was saved before there was the field has the same text."""
+    assert "out_block" not in OP.Problem(64, 64, 64).as_dict()
+    codes = OP.Problem(64, 64, 64, out="int8", out_block=64)
+    assert codes.as_dict()["out_block"] == 64
+    assert OP.fitted({"m": 8, "out": "bf16", "out_block": 64}) == {"m": 8, "out": "bf16"}
+    assert OP.bytes(codes) == 2 * 64 * 32 + 8 + 64 * 64 + 4
 
 
 def test_nibbles_are_twos_complement_and_the_first_is_low():
@@ -305,7 +344,10 @@ def test_shapes_are_those_of_the_linear_layers():
         ({"product": "wgrad"}, "operands=packed product=wgrad: expected operands=wide"),
         ({"k": 2**17}, "k=131072: expected at most 131071"),
         ({"k": 171198, "operands": "wide", "product": "wgrad"}, "expected at most 171196"),
-        ({"out": "int8"}, "out=int8: expected bf16 or fp16 or fp32"),
+        ({"out": "int4"}, "out=int4 .*: expected one of bf16, fp16, fp32, int8"),
+        ({"out": "int8", "product": "dgrad"}, "out=int8 product=dgrad: expected product=fwd"),
+        ({"out": "int8", "out_block": 16}, "out_block=16: expected 32 or 64 or 128"),
+        ({"out_block": 64}, "out_block=64 out=bf16: expected out=int8"),
     ],
 )
 def test_what_is_refused(fields, says):

@@ -37,6 +37,8 @@ OPTIONS = (
     {"operands": "wide", "product": "dgrad", "out": "fp16"},
     {"operands": "packed", "product": "dgrad", "out": "fp32"},
     {"operands": "wide", "out": "bf16"},
+    {"operands": "packed", "out": "int8", "bias": True},
+    {"operands": "wide", "out": "int8"},
 )
 # Whole tiles; ragged edges; rows of a multiple of 16, 8, 4 and fewer bytes, packed and wide.
 SHAPES = (
@@ -200,6 +202,17 @@ def test_legality_has_reasons():
         assert reason is None if word is None else word in reason, (fields, word, reason)
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_tiles_hold_whole_blocks_of_codes(block):
+    ampere = target_device(AMPERE)
+    problem = OP.Problem(100, 64, 64, out="int8", out_block=block)
+    reason = KERNEL.legal(problem, MmaConfig(64, 32, 2, 2), ampere)
+    if reason is not None and "CuPy" in reason:
+        pytest.skip(reason)
+    assert f"expected a multiple of {block}" in reason
+    assert KERNEL.legal(problem, KERNEL.default(problem, ampere), ampere) is None
+
+
 def test_shared_memory_follows_from_the_layout():
     """By hand: a ring, or at the end sixteen rows a warp."""
     fp32 = OP.Problem(128, 128, 128, out="fp32")
@@ -208,6 +221,8 @@ def test_shared_memory_follows_from_the_layout():
     wide = MmaConfig(32, 256, 1, 4, stages=2)
     assert KERNEL.shared_bytes(fp32, dataclasses.replace(wide, tile_n=32), ALIGNED) == 2 * 64 * 128
     assert KERNEL.shared_bytes(fp32, wide, ALIGNED) == 2 * 288 * 128
+    codes = OP.Problem(128, 128, 128, out="int8", out_block=64)
+    assert KERNEL.shared_bytes(codes, config, ALIGNED) == 3 * 192 * 128 + 4 * 2
 
 
 def test_every_problem_has_a_legal_default():
@@ -264,6 +279,16 @@ def test_every_option_of_the_default_is_bit_equal(gpu):
     found = Device.parse(str(gpu))
     problems = [OP.Problem(3200, 3000, 1408, **fields) for fields in OPTIONS]
     check_all([(problem, KERNEL.default(problem, found)) for problem in problems], gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [64, 128])
+def test_larger_blocks_of_codes_are_bit_equal(gpu, block):
+    found, cases = Device.parse(str(gpu)), []
+    for (m, n, k), operands in itertools.product(SHAPES, ("packed", "wide")):
+        problem = OP.Problem(m, n, k, operands=operands, out="int8", out_block=block, bias=n % 2)
+        cases += [(problem, c) for c in CONFIGS if KERNEL.legal(problem, c, found) is None]
+    check_all(cases, gpu)
 
 
 @pytest.mark.gpu

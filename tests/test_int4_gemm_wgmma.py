@@ -19,6 +19,7 @@ HOPPER = target_device((9, 0))
 KERNEL, OP = registry.get_kernel("int4_gemm", "wgmma"), registry.get("int4_gemm")
 FWD = OP.Problem(4096, 4096, 4096, bias=True)
 DGRAD = OP.Problem(4096, 4096, 4096, operands="wide", product="dgrad")
+CODES = OP.Problem(4096, 4096, 4096, operands="wide", out="int8", bias=True)
 WGRAD = OP.Problem(4096, 4096, 4096, operands="wide", product="wgrad", out="fp32")
 # The most sums that each number of warp groups may have, whole or cut; and one of many parts.
 FULL = (
@@ -55,6 +56,22 @@ def test_the_largest_tiles_do_not_spill(config):
     assert "STG.E.128" in found["unpack"].sass
 
 
+@pytest.mark.parametrize("config", [c for c in FULL if c.split == 1], ids=str)
+def test_codes_do_not_spill_in_the_largest_tiles(config):
+    """Neither by TMA nor where it cannot write them."""
+    for n in (4096, 4091):
+        audit = compiled(dataclasses.replace(CODES, n=n), config)["gemm"]
+        assert audit.spills == 0
+        assert audit.instructions["IGMMA"] == 32
+        assert ("UTMASTG" in audit.instructions) == (n == 4096)
+
+
+def test_codes_of_128_do_not_spill():
+    problem = dataclasses.replace(CODES, out_block=128)
+    assert compiled(problem, FULL[3])["gemm"].spills == 0
+    assert KERNEL.default(problem, HOPPER).rows == 2
+
+
 @pytest.mark.parametrize(("problem", "config"), [(DGRAD, FULL[3]), (WGRAD, FULL[4])], ids=str)
 def test_gradients_do_not_spill(problem, config):
     found = compiled(problem, config)
@@ -81,9 +98,27 @@ def test_legality(fields, reason):
     assert "sm_90" in KERNEL.legal(problem, WgmmaConfig(), target_device((8, 9)))
 
 
+@pytest.mark.parametrize(
+    ("block", "fields", "reason"),
+    [
+        (32, {"tile_n": 96, "cluster_m": 1}, None),
+        (32, {"split": 2}, "split=2 out=int8: expected split=1"),
+        (64, {"tile_n": 96, "cluster_m": 1}, "tile_n=96: expected a multiple of 64"),
+        (64, {"tile_n": 192}, None),
+        (128, {}, "64·rows=64: expected a multiple of 128"),
+        (128, {"rows": 2, "tile_n": 64}, "tile_n=64: expected a multiple of 128"),
+        (128, {"rows": 2, "tile_n": 128}, None),
+    ],
+)
+def test_legality_of_codes(block, fields, reason):
+    problem = OP.Problem(512, 512, 256, out="int8", out_block=block)
+    found = KERNEL.legal(problem, WgmmaConfig(**fields), HOPPER)
+    assert found is None if reason is None else found is not None and reason in found
+
+
 def test_shared_memory_is_all_that_there_is_at_most():
     for config in FULL:
-        assert wgmma.shared_bytes(config) <= HOPPER.shared_bytes
+        assert wgmma.shared_bytes(FWD, config) <= HOPPER.shared_bytes
 
 
 def test_the_default_is_the_fastest_by_its_own_model():
@@ -109,6 +144,7 @@ PRODUCTS = (
     {"operands": "wide", "product": "dgrad"},
     {"operands": "wide", "product": "wgrad", "out": "fp32"},
     {"operands": "wide", "product": "wgrad", "out": "bf16"},
+    *({"operands": "wide", "out": "int8", "out_block": b, "bias": b < 128} for b in (32, 64, 128)),
 )
 CONFIGS = (
     *FULL,
@@ -116,6 +152,7 @@ CONFIGS = (
     WgmmaConfig(cluster_m=4, buffers=2, raster=1),
     WgmmaConfig(groups=3, tile_n=96, stages=6, cluster_m=1, split=3),
     WgmmaConfig(rows=2, tile_n=64, stages=3, cluster_n=2, cluster_m=1, split=2),
+    WgmmaConfig(rows=2, tile_n=128, stages=3, buffers=2, cluster_m=2),
 )
 
 
@@ -177,6 +214,26 @@ def test_a_graph_follows_its_inputs():
     OP.poison(problem, outputs)
     graph.replay()
     assert OP.check(problem, outputs, OP.reference(problem, inputs)).ok
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moved", [0, 1, 8])
+def test_codes_at_any_address_are_the_references_and_nothing_else_is_written(moved):
+    device = torch.device("cuda")
+    problem = OP.Problem(1100, 2304, 384, operands="wide", out="int8", bias=True)
+    inputs = OP.inputs(problem, device)
+    inputs["bias"][100], inputs["bias"][2200] = math.nan, math.inf
+    expected = OP.reference(problem, inputs)
+    for config in (WgmmaConfig(groups=1, tile_n=64, cluster_m=1), WgmmaConfig(groups=3, tile_n=96)):
+        outputs = OP.outputs(problem, inputs)
+        count = outputs["q"].numel()
+        room = torch.full((moved + count + 99,), 77, dtype=torch.int8, device=device)
+        outputs["q"] = room[moved : moved + count].view(problem.m, problem.n)
+        KERNEL.launch(problem, config, inputs, outputs)
+        found = OP.check(problem, outputs, expected)
+        assert found.ok, found.message
+        assert (room[:moved] == 77).all()
+        assert (room[moved + count :] == 77).all()
 
 
 @pytest.mark.gpu

@@ -63,8 +63,10 @@ def problems():
 
 
 def overload(name, problem):
-    backward = getattr(problem, "mode", "fwd") == "bwd"
-    return getattr(torch.ops.jetfire, f"{name}_backward" if backward else name).default
+    ending = "_backward" if getattr(problem, "mode", "fwd") == "bwd" else ""
+    if name == "int4_gemm" and problem.out == "int8":
+        ending = "_quantized"
+    return getattr(torch.ops.jetfire, name + ending).default
 
 
 def arguments(overload, problem, inputs):
@@ -344,7 +346,10 @@ def test_refuses_operands_that_do_not_fit(device):
         bias=bias,
     )
     wide = [Quantized4(None, matrix.packed, matrix.scale) for matrix in (a, b)]
-    refuse("out=int8: expected bf16 or fp16 or fp32", int4.int4_gemm, *wide, out="int8")
+    refuse("out=int4: expected bf16 or fp16 or fp32 or int8", int4.int4_gemm, *wide, out="int4")
+    refuse("out_block=64 out=bf16: expected out=int8", int4.int4_gemm, *wide, out_block=64)
+    counted = {"counts": a.squares[:2], "out": "int8"}
+    refuse("out=int8: expected no counts with it", int4.int4_gemm, *wide, **counted)
     refuse("weight: expected counts with it", int4.int4_gemm, *wide, weight=bias)
     refuse("counts is int32 (72,): expected int32 (2,)", int4.int4_gemm, *wide, counts=a.squares)
     with pytest.raises(UsageError, match=r"^bias=true product=wgrad"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jetfire.kernels_cuda.block_gemm import OUTPUTS
+
 if TYPE_CHECKING:
     from jetfire.ops.int4_gemm import Int4GemmProblem
 
-# Numbers of epilogue.cuh's enums.
-OUTPUTS = {"fp32": 0, "bf16": 1, "fp16": 2}
+# Numbers of epilogue.cuh's enum.
 PRODUCTS = {"fwd": 0, "dgrad": 1, "wgrad": 2}
 
 
@@ -17,5 +18,9 @@ def problem_constants(problem: Int4GemmProblem) -> dict[str, bool | int]:
     return {
         "PRODUCT": PRODUCTS[problem.product],
         "OUTPUT": OUTPUTS[problem.out],
+        "OUT_BLOCK": problem.out_block,
+        "Q": problem.out == "int8",
+        "QT": False,
+        "STOCHASTIC": False,
         "BIAS": problem.bias,
     }

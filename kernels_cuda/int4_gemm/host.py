@@ -17,18 +17,23 @@ if TYPE_CHECKING:
 
 PROBLEM_NOTES = {
     "PRODUCT": "0 a forward's, 1 an input's gradient, 2 a weight's",
-    "OUTPUT": "0 fp32, 1 bf16, 2 fp16",
+    "OUTPUT": "0 fp32, 1 bf16, 2 fp16, 3 codes and their scales",
+    "OUT_BLOCK": "rows and columns of codes that share a scale",
+    "Q": "codes are written",
+    "QT": "their transpose is",
+    "STOCHASTIC": "codes are rounded up or down at random",
     "BIAS": "a bias is added to each row",
     "SHIFTED": "codes lie in the high halves of their bytes",
+    "CHUNK_WARPS": "warps that hold a chunk of rows, sixteen each",
 }
 REASONS = {
-    "n": "rows of c are written in 16 bytes",
+    "n": "rows of the output are written in 16 bytes",
     "k": "rows of a and b are read in 16 bytes",
 }
 WGMMA_NOTES = {
     **PROBLEM_NOTES,
     "PACKED": "codes lie two in a byte",
-    "TMA_OUT": "C is written by TMA, in whole 16 bytes",
+    "TMA_OUT": "C, or its codes, are written by TMA, in whole 16 bytes",
     "GROUPS": "warp groups that multiply, one below the other",
     "ROWS": "times 64, that each of them has of a tile",
     "TILE_N": "columns of a tile",
@@ -45,7 +50,7 @@ MMA_NOTES = {
     **PROBLEM_NOTES,
     "NIBBLES": "codes lie two in a byte",
     "COPY_BYTES": "that one copy of A or B moves: 16, 8, 4, or 1 for any alignment",
-    "VECTOR_OUT": "C is written in 16 bytes",
+    "VECTOR_OUT": "C, or its codes, are written in 16 bytes",
     "TILE_M": "rows of a tile",
     "TILE_N": "and its columns",
     "WARPS_M": "warps among which its rows are divided",
@@ -96,7 +101,7 @@ class WgmmaHost(Int4GemmHost):
     kernel = wgmma.WgmmaInt4Gemm()
     template = "int4_gemm/wgmma.j2"
     notes: ClassVar[Mapping[str, str]] = WGMMA_NOTES
-    aligned = ("a", "b", "c", "workspace")
+    aligned = ("a", "b", "c", "q", "workspace")
     tensor_maps = True
     zeros = False
 
@@ -160,7 +165,7 @@ class MmaHost(Int4GemmHost):
     kernel = mma.MmaInt4Gemm()
     template = "int4_gemm/mma.j2"
     notes: ClassVar[Mapping[str, str]] = MMA_NOTES
-    aligned = ("a", "b", "c")
+    aligned = ("a", "b", "c", "q")
 
     def multiples(self, problem: Int4GemmProblem, config: MmaConfig) -> dict[str, int]:
         access = self.kernel.access(problem)

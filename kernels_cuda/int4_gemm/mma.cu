@@ -11,12 +11,13 @@
 //                copies nor ldmatrix meet a bank twice.
 //   3. multiply: each warp keeps WARP_M×WARP_N int32 sums over all of K. Between a wgrad's high and
 //                low parts they are multiplied by 14.
-//   4. finish:   scale, weight and bias as the reference rounds them, and through the ring's memory
-//                to rows of 16 bytes.
+//   4. finish:   scale, weight and bias as the reference rounds them, INT8 codes if they are asked
+//                for, and through the ring's memory to rows of 16 bytes.
 //
 // Nibbles and bytes are the same code: a product of m16n8k64 on s4 and one of m16n8k32 on s8 both
 // take 32 bytes of K, from the same bytes of the same lanes (PTX ISA, "Matrix fragments for
 // mma.m16n8k64" and "mma.m16n8k32"), in the same time on sm_80, sm_86 and sm_89.
+#define CHUNK_WARPS 1
 #include "epilogue.cuh"
 #include "mma_tiles.cuh"
 
@@ -25,11 +26,19 @@ constexpr int DEPTH = TILE_BYTES / PRODUCT_BYTES;
 constexpr int PAIRS = WARP_N / 16;  // of eight columns
 
 // What a warp sends through shared memory at the end, where the ring was: sixteen rows.
-constexpr int ELEMENT_BYTES = OUTPUT == FP32 ? 4 : 2;
 constexpr int ROW_BYTES = WARP_N * ELEMENT_BYTES;
 constexpr int STAGING = 16 * ROW_BYTES;
 constexpr int STAGING_BYTES = THREADS / 32 * STAGING;
-constexpr int SHARED_BYTES = RING_BYTES > STAGING_BYTES ? RING_BYTES : STAGING_BYTES;
+
+// Blocks of codes that a tile holds down and across, and sixteen rows of a warp across. The largest
+// |x| of each lies after the ring.
+constexpr int CODES_DOWN = TILE_M > OUT_BLOCK ? TILE_M / OUT_BLOCK : 1;
+constexpr int CODES_ACROSS = TILE_N > OUT_BLOCK ? TILE_N / OUT_BLOCK : 1;
+constexpr int CODE_BLOCKS = WARP_N > OUT_BLOCK ? WARP_N / OUT_BLOCK : 1;
+constexpr int AMAXES = OUTPUT == INT8 ? CODES_DOWN * CODES_ACROSS : 0;
+static_assert(AMAXES <= THREADS, "a thread sets each to zero");
+constexpr int AMAX_AT = RING_BYTES > STAGING_BYTES ? RING_BYTES : STAGING_BYTES;
+constexpr int SHARED_BYTES = AMAX_AT + 4 * AMAXES;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
 
 struct Arguments {
@@ -37,6 +46,7 @@ struct Arguments {
   int64_t a_pitch, b_pitch;  // bytes from row to row
   Epilogue to;
   int row_bytes;  // of A and B
+  float* scale;   // of codes
 };
 
 // --- 2. load -----------------------------------------------------------------------------------
@@ -145,10 +155,6 @@ DEVICE void multiply(Multiplier& multiplier, const Loader& loader, int high) {
 
 // --- 4. finish ---------------------------------------------------------------------------------
 
-// Row and column, within a chunk, of a thread's sum i.
-DEVICE int row_of(int i) { return threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
-DEVICE int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-
 DEVICE void stage(const float (&x)[SUMS], uint32_t to) {
 #pragma unroll
   for (int i = 0; i < SUMS; i += 2) {
@@ -199,17 +205,95 @@ DEVICE void finish(const int (&sums)[2 * PAIRS][4], const Epilogue& to, int rows
   send(staging, to, rows, row0, column0);
 }
 
+DEVICE uint32_t& block_amax(int down, int across) {
+  return reinterpret_cast<uint32_t*>(shared + AMAX_AT)[down * CODES_ACROSS + across];
+}
+
+// Sixteen rows' sums as they are stored, and their share in the largest |x| of blocks.
+DEVICE void take_sums(float (&x)[SUMS], const int (&sums)[2 * PAIRS][4], const Target& to,
+                      float scale, const Place& tile, const Place& within) {
+  const int column = tile.column + within.column;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) x[i] = scaled(sums[i / 4][i % 4], scale);
+  add_bias(x, to, column);
+  uint32_t amax[CODE_BLOCKS];
+  warp_amax(x, amax, to, tile.row + within.row, column);
+  if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+  for (int b = 0; b < CODE_BLOCKS; ++b) {
+    atomicMax(&block_amax(within.row / OUT_BLOCK, within.column / OUT_BLOCK + b), amax[b]);
+  }
+}
+
+// Multipliers of the blocks across sixteen rows. The warp of its first element writes a scale.
+DEVICE void scale_blocks(float (&by)[CODE_BLOCKS], const Target& to, const Place& tile,
+                         const Place& within) {
+#pragma unroll
+  for (int b = 0; b < CODE_BLOCKS; ++b) {
+    const int row = within.row, column = within.column + b * OUT_BLOCK;
+    float scale;
+    block_scale(block_amax(row / OUT_BLOCK, column / OUT_BLOCK), scale, by[b]);
+    if (threadIdx.x % 32 == 0 && row % OUT_BLOCK == 0 && column % OUT_BLOCK == 0) {
+      store_scale(scale, to, tile.row + row, tile.column + column);
+    }
+  }
+}
+
+DEVICE void send_codes(const uint16_t (&codes)[SUMS / 2], const Epilogue& to, const Target& target,
+                       int row, int column) {
+  if constexpr (VECTOR_OUT) {
+    const uint32_t staging = shared_at(threadIdx.x / 32 * STAGING);
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 2) {
+      const int byte = column_of(i);
+      const uint32_t at = staging + swizzled<ROW_BYTES>(row_of(i), byte / 16) + byte % 16;
+      store_shared(at, codes[i / 2]);
+    }
+    send(staging, to, to.m, row, column);
+  } else {
+    store_codes_direct(codes, target, row, column);
+  }
+}
+
+DEVICE void finish_codes(const int (&sums)[CHUNKS][2 * PAIRS][4], const Arguments& x,
+                         const Place& tile, const Place& warp) {
+  const Target to = target_of(x.to, x.scale);
+  const float scale = scale_of(x.to);
+  float acc[CHUNKS][SUMS];
+#pragma unroll
+  for (int r = 0; r < CHUNKS; ++r) {
+    take_sums(acc[r], sums[r], to, scale, tile, {warp.row + 16 * r, warp.column});
+  }
+  __syncthreads();
+  float by[CODE_BLOCKS];
+#pragma unroll
+  for (int r = 0; r < CHUNKS; ++r) {
+    const Place within{warp.row + 16 * r, warp.column};
+    if (16 * r % OUT_BLOCK == 0) scale_blocks(by, to, tile, within);
+    multiply_blocks(acc[r], by, 0);
+    uint16_t codes[SUMS / 2];
+    to_codes(acc[r], codes, Draw{}, 0);  // rounded to nearest, which draws nothing
+    send_codes(codes, x.to, to, tile.row + within.row, tile.column + within.column);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int4_gemm(const __grid_constant__ Arguments x) {
   const int rows = rows_of(x.to);
   if (tile_place(x.to).row >= rows) return;
+  if (int(threadIdx.x) < AMAXES) block_amax(0, threadIdx.x) = 0;
   const int high = PRODUCT == WGRAD ? x.to.counts[0] / TILE_BYTES : 0;
   const int bytes = PRODUCT == WGRAD ? min(x.to.counts[1], x.row_bytes) : x.row_bytes;
   Multiplier multiplier;
   multiply(multiplier, Loader(x, tile_place(x.to), rows, bytes), high);
   const Place tile = tile_place(x.to), warp = warp_place();
+  if constexpr (OUTPUT == INT8) {
+    finish_codes(multiplier.sums, x, tile, warp);
+  } else {
 #pragma unroll
-  for (int r = 0; r < CHUNKS; ++r) {
-    finish(multiplier.sums[r], x.to, rows, tile.row + warp.row + 16 * r, tile.column + warp.column);
+    for (int r = 0; r < CHUNKS; ++r) {
+      finish(multiplier.sums[r], x.to, rows, tile.row + warp.row + 16 * r,
+             tile.column + warp.column);
+    }
   }
 }

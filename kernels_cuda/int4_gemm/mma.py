@@ -40,10 +40,19 @@ class MmaInt4Gemm(MmaKernel):
 
     def shared_bytes(self, problem: Int4GemmProblem, config: MmaConfig, access: Access) -> int:
         staging = 16 * config.warp_n * driver.ELEMENT_BYTES[problem.out]
-        return max(config.ring_bytes, config.warps * staging)
+        amaxes = 0
+        if problem.out == "int8":
+            amaxes = config.tile_m * config.tile_n // problem.out_block**2
+        return max(config.ring_bytes, config.warps * staging) + 4 * amaxes
 
     def needed_registers(self, problem: Int4GemmProblem, config: MmaConfig) -> int:
         return held_registers(config) + OTHER_REGISTERS
+
+    def refused(self, problem: Int4GemmProblem, config: MmaConfig) -> str | None:
+        for name, size in (("tile_m", config.tile_m), ("tile_n", config.tile_n)):
+            if problem.out == "int8" and size % (block := problem.out_block):
+                return f"{name}={size}: expected a multiple of {block} to write its blocks of codes"
+        return None
 
     def constants(
         self, problem: Int4GemmProblem, config: MmaConfig, access: Access
@@ -65,20 +74,22 @@ class MmaInt4Gemm(MmaKernel):
             tiles = config.tiles(problem.m, problem.n)
             if tiles >= device.sms and self.legal(problem, config, device) is None:
                 return config
-        return MmaConfig(64, 64, 2, 2, stages=4)
+        small = not (problem.out == "int8" and problem.out_block == 128)
+        return MmaConfig(64, 64, 2, 2, stages=4) if small else MmaConfig()
 
     def arguments(self, problem: Int4GemmProblem, inputs: Tensors, outputs: Tensors) -> bytes:
         a, b = inputs["a"], inputs["b"]
         names = ("a_scale", "b_scale", "bias", "weight", "counts")
         return struct.pack(
-            "<2Q2q6Q3i4x",
+            "<2Q2q6Q3i4xQ",
             address(a),
             address(b),
             a.stride(0),
             b.stride(0),
             *(address(inputs.get(name)) for name in names),
-            address(outputs["c"]),
+            address(next(iter(outputs.values()))),
             problem.m,
             problem.n,
             problem.row_bytes,
+            address(outputs.get("scale")),
         )

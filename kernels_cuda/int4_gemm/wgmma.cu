@@ -19,12 +19,18 @@
 #include "hopper.cuh"
 
 constexpr bool RAW = SPLIT > 1;
-constexpr int ELEMENT_BYTES = RAW || OUTPUT == FP32 ? 4 : 2;
-using Panel = Panels<ELEMENT_BYTES>;
+constexpr int WRITTEN_BYTES = RAW ? 4 : ELEMENT_BYTES;
+using Panel = Panels<WRITTEN_BYTES>;
 constexpr int PANEL_COLUMNS = Panel::COLUMNS;
 constexpr int STAGING = 64 * 128;
 
-constexpr int BARRIERS_AT = STAGING_AT + GROUPS * BUFFERS * STAGING;
+// Of codes, the blocks across a tile, and the largest |x| of each in every sixteen rows.
+constexpr int BLOCKS = TILE_N / OUT_BLOCK > 0 ? TILE_N / OUT_BLOCK : 1;
+constexpr int SIXTEENS = 4 * ROWS;  // of a group
+constexpr int AMAXES = OUTPUT == INT8 ? GROUPS * SIXTEENS * BLOCKS : 0;
+
+constexpr int AMAX_AT = STAGING_AT + GROUPS * BUFFERS * STAGING;
+constexpr int BARRIERS_AT = AMAX_AT + 4 * AMAXES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 16 * STAGES;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memory otherwise");
 
@@ -36,6 +42,7 @@ struct Arguments {
   Epilogue to;
   int k;
   int slab;  // rows of one split's raw sums
+  float* scale;  // of codes
 };
 
 struct Part {
@@ -122,21 +129,18 @@ struct Multiplier {
   }
 };
 
-DEVICE int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
-DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
-
 // A panel's values into shared memory; `weight` is that of the thread's two rows.
 DEVICE void stage(const int (&sums)[SUMS], int panel, uint32_t buffer, const Epilogue& to,
                   float scale, const float (&weight)[2], int column) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int j = 0; j < Panel::OCTETS; j += ELEMENT_BYTES == 4 ? 1 : 2) {
+  for (int j = 0; j < Panel::OCTETS; j += WRITTEN_BYTES == 4 ? 1 : 2) {
     const int i = 4 * (panel * Panel::OCTETS + j), at = column + 8 * j + lane_column();
     auto value = [&](int k) {
       if (RAW) return __int_as_float(sums[i + k]);
       return finished(sums[i + k], to, scale, weight[k / 2 % 2], at + k / 4 * 8 + k % 2);
     };
-    if constexpr (ELEMENT_BYTES == 4) {
+    if constexpr (WRITTEN_BYTES == 4) {
       const int byte = 4 * (8 * j + lane_column());
       store_shared(swizzled<Panel::BYTES>(buffer, lane_row(), byte), value(0), value(1));
       store_shared(swizzled<Panel::BYTES>(buffer, lane_row() + 8, byte), value(2), value(3));
@@ -161,9 +165,108 @@ DEVICE void finish(const int (&sums)[SUMS], const Arguments& x, Staging& staging
       staging.give(x.out, at, row + split * x.slab);
     } else {
       named_barrier(staging.barrier, 128);
-      store_panel<ELEMENT_BYTES>(buffer, x.to, row, at);
+      store_panel<WRITTEN_BYTES>(buffer, x.to, row, at);
     }
   }
+}
+
+// --- codes ---------------------------------------------------------------------------------------
+
+// As in gemm/wgmma.cu, but that no two groups share a block.
+
+// Where a warp leaves the largest |x| of sixteen of the group's rows, in each block across.
+DEVICE uint32_t* amax_of(int group, int sixteen) {
+  return reinterpret_cast<uint32_t*>(shared + AMAX_AT) + (group * SIXTEENS + sixteen) * BLOCKS;
+}
+
+// The sums as they are stored. They hold nothing afterwards: wgmma reads even what it does not add
+// to, for which registers would keep them. Nor are there any for more than half of the biases.
+DEVICE void take_sums(float (&acc)[SUMS], int (&sums)[SUMS], const Target& to, float scale,
+                      int column) {
+#pragma unroll
+  for (int first = 0; first < SUMS; first += SUMS / 2) {
+    float bias[SUMS / 4];
+    if (BIAS) load_bias(bias, to, column + 2 * first);
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i) {
+      acc[first + i] = scaled(sums[first + i], scale);
+      if (BIAS) acc[first + i] = __fadd_rn(acc[first + i], bias[i / 4 * 2 + i % 2]);
+      asm volatile("" : "=r"(sums[first + i]));
+    }
+  }
+}
+
+DEVICE void leave_amax(float (&acc)[SUMS], const Target& to, uint32_t* amax_at, int row,
+                       int column) {
+  uint32_t amax[BLOCKS];
+  warp_amax(acc, amax, to, row, column);
+  if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) amax_at[b] = amax[b];
+}
+
+// Each lane divides for one block, tells the others what to multiply by, and writes the scale.
+DEVICE void scale_blocks(float (&multiplier)[BLOCKS], const Target& to, int group, int sixteen,
+                         int row, int column) {
+  constexpr int SHARING = OUT_BLOCK / 16;  // a block's sixteens
+  const int lane = threadIdx.x % 32, block = lane < BLOCKS ? lane : 0;
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < SHARING; ++i) {
+    most = max(most, amax_of(group, sixteen / SHARING * SHARING + i)[block]);
+  }
+  float scale, own;
+  block_scale(most, scale, own);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) multiplier[b] = __shfl_sync(0xFFFFFFFFu, own, b);
+  if (lane < BLOCKS && sixteen % SHARING == 0) {
+    store_scale(scale, to, row, column + block * OUT_BLOCK);
+  }
+}
+
+DEVICE void stage_codes(const uint16_t (&codes)[SUMS / 2], int panel, uint32_t buffer) {
+  const uint32_t row = swizzled<Panel::BYTES>(buffer, lane_row(), lane_column());
+#pragma unroll
+  for (int j = 0; j < Panel::OCTETS; ++j) {
+    const uint32_t at = (row ^ j / 2 << 4) + j % 2 * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // eight rows down, where the swizzle is the same
+      store_shared(at + 8 * half * Panel::BYTES, codes[2 * (panel * Panel::OCTETS + j) + half]);
+    }
+  }
+}
+
+DEVICE void finish_codes(int (&sums)[ROWS][SUMS], const Arguments& x, Staging& staging,
+                         float scale, int group, const Tile& tile) {
+  const Target to = target_of(x.to, x.scale);
+  const int warp = threadIdx.x / 32 % 4, first = tile.row + 64 * ROWS * group;
+  float acc[ROWS][SUMS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    take_sums(acc[r], sums[r], to, scale, tile.column);
+    leave_amax(acc[r], to, amax_of(group, 4 * r + warp), first + 64 * r, tile.column);
+  }
+  staging.take();  // what the barrier shows to all is also the others' largest |x|
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = first + 64 * r;
+    float multiplier[BLOCKS];
+    scale_blocks(multiplier, to, group, 4 * r + warp, row + 16 * warp, tile.column);
+    multiply_blocks(acc[r], multiplier, 0);
+    uint16_t codes[SUMS / 2];
+    to_codes(acc[r], codes, Draw{}, tile.column);  // which are rounded to nearest
+    if constexpr (TMA_OUT) {
+#pragma unroll
+      for (int panel = 0; panel < Panel::COUNT; ++panel) {
+        stage_codes(codes, panel, r + panel == 0 ? staging.buffer() : staging.take());
+        staging.give(x.out, tile.column + panel * PANEL_COLUMNS, row);
+      }
+    } else {
+      store_codes_direct(codes, to, row, tile.column);
+    }
+  }
+  // Nobody leaves the next tile's largest |x| before all have read these: `give` waited for it too.
+  if constexpr (!TMA_OUT) named_barrier(staging.barrier, 128);
 }
 
 DEVICE void consume(const Arguments& x, int group) {
@@ -175,10 +278,14 @@ DEVICE void consume(const Arguments& x, int group) {
   for (Parts parts(x); parts.more(); parts.next()) {
     const Part part = parts.part(rank);
     multiplier.tile(part.steps, max(0, min(high - part.first, part.steps)));
+    if constexpr (OUTPUT == INT8) {
+      finish_codes(multiplier.sums, x, staging, scale, group, part.tile);
+    } else {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = part.tile.row + 64 * (group * ROWS + r);
-      finish(multiplier.sums[r], x, staging, scale, row, part.tile.column, part.split);
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = part.tile.row + 64 * (group * ROWS + r);
+        finish(multiplier.sums[r], x, staging, scale, row, part.tile.column, part.split);
+      }
     }
   }
   if (staging.leader) tma_wait_read<0>();

@@ -42,11 +42,13 @@ REGISTERS = {1: (240, 56), 2: (224, 56), 3: (152, 56), 4: (104, 56)}
 MOST_SUMS = {1: 160, 2: 128, 3: 96, 4: 64}
 
 
-def shared_bytes(config: WgmmaConfig) -> int:
+def shared_bytes(problem: Int4GemmProblem, config: WgmmaConfig) -> int:
     """Return a block's shared memory in bytes; the source asserts that it counts the same."""
+    blocks = config.tile_n // problem.out_block if problem.out == "int8" else 0
     return (
         config.stages * (config.tile_m + config.tile_n) * TILE_K
         + config.groups * config.buffers * STAGING_BYTES
+        + config.tile_m // 16 * blocks * 4
         + 16 * config.stages
     )
 
@@ -66,10 +68,10 @@ def program(problem: Int4GemmProblem, config: WgmmaConfig, tma_out: bool) -> Pro
         "SPLIT": config.split,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
-        "EXPECTED_SHARED_BYTES": shared_bytes(config),
+        "EXPECTED_SHARED_BYTES": (shared := shared_bytes(problem, config)),
     }
     text = header(constants, wgmma_wrapper(config.tile_n))
-    return Program(SOURCE, text, shared_bytes(config), config.warps, "gemm", "a")
+    return Program(SOURCE, text, shared, config.warps, "gemm", "a")
 
 
 def _small(source: Path, constants: dict[str, bool | int]) -> Program:
@@ -106,7 +108,7 @@ class WgmmaInt4Gemm(WgmmaKernel):
         sums = config.rows * config.tile_n // 2
         if sums > (most := MOST_SUMS[config.groups]):
             return f"{sums} sums per thread: {config.groups} groups have registers for {most}"
-        if (needed := shared_bytes(config)) > device.shared_bytes:
+        if (needed := shared_bytes(problem, config)) > device.shared_bytes:
             return f"{needed} bytes of shared memory: {device.label} has {device.shared_bytes}"
         for name, size in (
             ("tile_m", config.tile_m // config.cluster_n),
@@ -116,6 +118,8 @@ class WgmmaInt4Gemm(WgmmaKernel):
                 return (
                     f"{name}: {size} rows per block of the cluster, expected a multiple of 8 to 256"
                 )
+        if problem.out == "int8" and (reason := _no_codes(problem.out_block, config)):
+            return reason
         if config.split > ceil_div(problem.k, TILE_K):
             return f"split={config.split}: expected at most {ceil_div(problem.k, TILE_K)}"
         if _slab(problem, config) * config.split * ceil_div(problem.n, 64) >= 2**31:
@@ -152,6 +156,7 @@ class WgmmaInt4Gemm(WgmmaKernel):
             b.stride(0),
             a.shape[1],
             *_epilogue_pointers(inputs, outputs),
+            address(outputs.get("scale")),
             address(raw),
         )
         function(blocks, 32 * config.warps, (content,))
@@ -166,9 +171,19 @@ class WgmmaInt4Gemm(WgmmaKernel):
             )
 
 
+def _no_codes(block: int, config: WgmmaConfig) -> str | None:
+    """Return why a group has no whole blocks of codes to write."""
+    if config.split > 1:
+        return f"split={config.split} out=int8: expected split=1"
+    for name, size in (("64·rows", 64 * config.rows), ("tile_n", config.tile_n)):
+        if size % block:
+            return f"{name}={size}: expected a multiple of {block} to write its blocks of codes"
+    return None
+
+
 def _epilogue_pointers(inputs: Tensors, outputs: Tensors) -> tuple[int, ...]:
     names = ("a_scale", "b_scale", "bias", "weight", "counts")
-    return (*(address(inputs.get(name)) for name in names), address(outputs["c"]))
+    return (*(address(inputs.get(name)) for name in names), address(next(iter(outputs.values()))))
 
 
 def _epilogue(problem: Int4GemmProblem, *pointers: int) -> bytes:
@@ -223,6 +238,7 @@ def _prepare(
     weight: int,
     counts: int,
     out: int,
+    scale: int,
     raw: int,
 ) -> tuple[driver.Function, int, np.ndarray]:
     """Return function, blocks and argument of a launch: the same for the same addresses.
@@ -237,11 +253,12 @@ def _prepare(
         _output_map(problem, config, out if tma_out else 0, raw),
     )
     epilogue = _epilogue(problem, a_scale, b_scale, bias, weight, counts, out)
-    content = struct.pack("<128s128s128s56s2i", *maps, epilogue, depth, _slab(problem, config))
+    rest = depth, _slab(problem, config), scale
+    content = struct.pack("<128s128s128s56s2iQ", *maps, epilogue, *rest)
     workers = driver.processors(device.index) // config.cluster
     blocks = config.cluster * min(cluster_tiles(problem, config), workers)
     function = loaded(program(problem, config, tma_out), device)
-    return function, blocks, driver.struct_argument(content, 448)
+    return function, blocks, driver.struct_argument(content, 512)
 
 
 def _output_map(problem: Int4GemmProblem, config: WgmmaConfig, out: int, raw: int) -> bytes:
