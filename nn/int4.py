@@ -30,7 +30,7 @@ from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
 from jetfire.nn.made import MadeOfWeight, RenewedByMode, capturing
-from jetfire.nn.products import FLOATS, Handoff, Placed, checked_weight, keys_for_backward
+from jetfire.nn.products import FLOATS, Placed, checked_weight, keys_for_backward
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
 from jetfire.ops import (
     int4_gather_rows,
@@ -121,20 +121,23 @@ class Int4Kept(NamedTuple):
         return Quantized(self.qt, self.scale_t, block=GRADIENT_BLOCK)
 
 
-def multiply(x: Tensor | Quantized, by: Int4Product) -> tuple[Tensor, Int4Kept | None]:
+def multiply(
+    x: Tensor | Quantized, by: Int4Product, block: Block | None = None
+) -> tuple[Any, Int4Kept | None]:
     """Return x·Wᵀ + b, and what its backward keeps; None where none follows.
 
     Args:
         x: floats, of which y has the dtype; or codes, then y is bf16.
+        block: the side of the blocks in which y is codes; None for floats.
     """
     codes = _quantised(x, by, "wide" if by.seeds is None else "both")
-    y = _times_weight(codes, by, float_of(x))
+    y = _times_weight(codes, by, float_of(x), block)
     return y, None if by.seeds is None else _kept_of(codes, by)
 
 
-def multiply_alone(x: Tensor | Quantized, by: Int4Product) -> Tensor:
-    """Return x·Wᵀ + b. What its backward reads, `keep` makes of the same input."""
-    return _times_weight(_quantised(x, by, "wide"), by, float_of(x))
+def multiply_alone(x: Tensor | Quantized, by: Int4Product, block: Block | None = None) -> Any:
+    """Return x·Wᵀ + b as `multiply` does. What its backward reads, `keep` makes of the same x."""
+    return _times_weight(_quantised(x, by, "wide"), by, float_of(x), block)
 
 
 def keep(x: Tensor | Quantized, by: Int4Product) -> Int4Kept:
@@ -142,9 +145,10 @@ def keep(x: Tensor | Quantized, by: Int4Product) -> Int4Kept:
     return _kept_of(_quantised(x, by, "packed"), by)
 
 
-def _times_weight(codes: Quantized4, by: Int4Product, out: FloatName) -> Tensor:
+def _times_weight(codes: Quantized4, by: Int4Product, out: FloatName, block: Block | None) -> Any:
     wide_bias = None if by.bias is None else by.bias.float()
-    return int4_gemm(codes, Quantized4(None, by.q, by.scale), bias=wide_bias, out=out)
+    more: dict[str, Any] = {"out": out} if block is None else {"out": "int8", "out_block": block}
+    return int4_gemm(codes, Quantized4(None, by.q, by.scale), bias=wide_bias, **more)
 
 
 def _kept_of(codes: Quantized4, by: Int4Product) -> Int4Kept:
@@ -203,42 +207,24 @@ def multiply_backward(
     return dx, dw, db, *[None] * (len(wants) - 2)
 
 
-def handed(handoff: Handoff | None, gradient: Tensor, setting: Int4Setting) -> Tensor | Quantized:
-    """Return an output's gradient as codes where they are handed over, else as it is."""
-    block = GRADIENT_BLOCK if setting.gradient == "int8" else None  # parts are made of any
-    codes = None if handoff is None else handoff.take(gradient, block)
-    return gradient if codes is None else codes
-
-
 class _Int4LinearFunction(torch.autograd.Function):
     """y = x·Wᵀ + b from codes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, handoff: Handoff | None, *by: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *by: Any) -> Any:
         product = Int4Product(*by)
         y, kept = multiply(x, product)
         if kept is not None:
             ctx.save_for_backward(*kept)
-        ctx.handoff, ctx.setting = handoff, product.setting
+        ctx.setting = product.setting
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wants_x, _, *wants = ctx.needs_input_grad
-        kept, dy = Int4Kept(*ctx.saved_tensors), handed(ctx.handoff, grads[0], ctx.setting)
-        dx, *of = multiply_backward(dy, kept, ctx.setting, wants_x, Int4Product(*wants))
-        return dx, None, *of
-
-
-def multiplied(x: Tensor, by: Int4Product, handoff: Handoff | None = None) -> Tensor:
-    """Return x·Wᵀ + b in the dtype of x, with gradients.
-
-    Args:
-        handoff: may have the codes of y's gradient, in blocks as `Int4Setting.block` says.
-    """
-    y: Tensor = _Int4LinearFunction.apply(x, handoff, *by)
-    return y
+        wants_x, *wants = ctx.needs_input_grad
+        kept = Int4Kept(*ctx.saved_tensors)
+        return multiply_backward(grads[0], kept, ctx.setting, wants_x, Int4Product(*wants))
 
 
 def _out_by_in(weight: Tensor, transposed: bool) -> Tensor:
@@ -293,7 +279,7 @@ class _Int4Layer(RenewedByMode):
         x = rows(input, inputs)
         checked_tokens(len(x), self.int4.gradient)
         seeds = keys_for_backward(KEYS, x.device, self.training)
-        y = multiplied(x, self.product(x.detach, seeds))
+        y: Tensor = _Int4LinearFunction.apply(x, *self.product(x.detach, seeds))
         return y.reshape(*input.shape[:-1], outputs)
 
     def product(self, x: Callable[[], Tensor], seeds: Tensor | None) -> Int4Product:

@@ -1,7 +1,7 @@
 """The block of `jetfire-train`'s GPT-2 with products of 4-bit codes and INT8 between them.
 
-The residual stream is BF16, as are the outputs of products. Norms, GELU and adds read and write
-INT8 codes in blocks of one side, `flow`; a product reads them, and makes its own 4-bit codes of
+The residual stream is BF16, as is what attention reads and writes. Norms, GELU and adds read and
+write INT8 codes in blocks of one side, `flow`, as do products: each makes its own 4-bit codes of
 them. Backward, what attention and GELU give their products are codes too.
 
 Backward keeps those 4-bit codes of a product's input (`jetfire.nn.int4`), and INT8 ones of what
@@ -31,9 +31,8 @@ from jetfire.nn.int4 import (
     Int4Kept,
     Int4Linear,
     Int4Product,
-    handed,
+    Int4Setting,
     keep,
-    multiplied,
     multiply,
     multiply_alone,
     multiply_backward,
@@ -46,7 +45,7 @@ from jetfire.nn.products import (
     keys_for_backward,
     quantised_gradient,
 )
-from jetfire.nn.recipes import DEFAULT, Int4
+from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Int4
 from jetfire.ops import (
     int8_add,
     int8_dequantize,
@@ -56,7 +55,6 @@ from jetfire.ops import (
     int8_gelu_backward,
     int8_layernorm,
     int8_layernorm_add_backward,
-    int8_quantize,
 )
 
 Tensor = torch.Tensor
@@ -168,8 +166,78 @@ class _Enter(torch.autograd.Function):
         return None, None, None, *of_norm, *of_product
 
 
+def _added(
+    ctx: Any, flow: _Flow, seeds: Tensor | None, x: Tensor, branch: Quantized
+) -> tuple[Tensor, ...]:
+    """Return the stream plus a branch's output after dropout, its codes and its rows' statistics.
+
+    Args:
+        ctx: autograd's, of a function that returns that.
+    """
+    if flow.dropout:
+        assert seeds is not None
+        branch = int8_dropout(branch, seeds[0:1], p=flow.dropout)
+    total, codes, *statistics = int8_add(x, branch, eps=flow.eps)
+    ctx.mark_non_differentiable(*codes.tensors, *statistics)
+    if not torch.compiler.is_compiling():  # Dynamo traces no such call
+        # Autograd would fill zeros for the codes' gradient: a byte per element.
+        ctx.set_materialize_grads(False)
+    return total, *codes.tensors, *statistics
+
+
+def _of_branch(
+    dx: Tensor, flow: _Flow, handoff: Handoff | None, seeds: Tensor, setting: Int4Setting
+) -> Tensor | Quantized:
+    """Return the gradient of a branch's output before dropout, from that of the stream.
+
+    Args:
+        handoff: may have the codes of dx.
+        setting: of the product whose output it is.
+    """
+    block = GRADIENT_BLOCK if setting.gradient == "int8" else None  # parts are made of any
+    g = None if handoff is None else handoff.take(dx, block)
+    if not flow.dropout:
+        return dx if g is None else g
+    if g is None:
+        g = quantised_gradient(dx, setting.block(flow.side), seeds[1:2], "q")
+    return int8_dropout_backward(g, seeds[0:1], p=flow.dropout, layout="both")
+
+
+class _Projected(torch.autograd.Function):
+    """Attention's projection, and the stream with that added, as `_added` returns it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        flow: _Flow,
+        after: Handoff | None,
+        seeds: Tensor | None,
+        x: Tensor,
+        attended: Tensor,
+        *by: Any,
+    ) -> tuple[Tensor, ...]:
+        product = Int4Product(*by)
+        branch, kept = multiply(attended, product, flow.side)
+        if kept is not None:
+            ctx.save_for_backward(seeds, *kept)
+        ctx.flow, ctx.after, ctx.setting = flow, after, product.setting
+        return _added(ctx, flow, seeds, x, branch)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx = grads[0]
+        if dx is None:  # all that read the stream has given it no gradient
+            return (None,) * len(ctx.needs_input_grad)
+        seeds, *kept = ctx.saved_tensors
+        dy = _of_branch(dx, ctx.flow, ctx.after, seeds, ctx.setting)
+        wants_x, *wants = ctx.needs_input_grad[-1 - _PRODUCT :]
+        of = multiply_backward(dy, Int4Kept(*kept), ctx.setting, wants_x, Int4Product(*wants))
+        return None, None, None, dx, *of
+
+
 class _Mlp(torch.autograd.Function):
-    """LayerNorm → FC1 → GELU → FC2. The stream passes through, as in `_Enter`."""
+    """LayerNorm → FC1 → GELU → FC2, and the stream with that added, as `_added` returns it."""
 
     @staticmethod
     def forward(
@@ -178,28 +246,30 @@ class _Mlp(torch.autograd.Function):
         before: Handoff | None,
         after: Handoff | None,
         seeds: Tensor | None,
+        of_add: Tensor | None,
         x: Tensor,
         *given: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         product1 = Int4Product(*given[_NORM:-_PRODUCT])
         product2 = Int4Product(*given[-_PRODUCT:])
         h, norm = _Norm(*given[:_NORM]).normed(flow)
-        y, kept1 = multiply(h, product1)
-        f = int8_quantize(y, block=flow.side)
-        del h, y  # the widest of a block
-        y = multiply_alone(int8_gelu(f), product2)
+        f, kept1 = multiply(h, product1, flow.side)
+        del h
+        branch = multiply_alone(int8_gelu(f), product2, flow.side)
         if kept1 is not None:
-            ctx.save_for_backward(seeds, f.q, f.scale, *norm, *kept1, *product2[:-1])
+            ctx.save_for_backward(seeds, of_add, f.q, f.scale, *norm, *kept1, *product2[:-1])
         ctx.flow, ctx.before, ctx.after = flow, before, after
         ctx.settings = product1.setting, product2.setting
-        return x.view_as(x), y
+        return _added(ctx, flow, of_add, x, branch)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Make GELU's output again, to the same bits, as it is rounded to nearest."""
-        (dx, dy), flow = grads, ctx.flow
-        seeds, q, scale, *saved = ctx.saved_tensors
+        dx, flow = grads[0], ctx.flow
+        if dx is None:
+            return (None,) * len(ctx.needs_input_grad)
+        seeds, of_add, q, scale, *saved = ctx.saved_tensors
         norm, kept1 = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM : _NORM + _KEPT])
         product2 = Int4Product._make([*saved[_NORM + _KEPT :], ctx.settings[1]])
         wants1 = Int4Product(*ctx.needs_input_grad[-2 * _PRODUCT : -_PRODUCT])
@@ -209,9 +279,9 @@ class _Mlp(torch.autograd.Function):
         first, second = ctx.settings
         block = first.block(flow.side)
         rounded = Rounded(flow.side, seeds[0:1])
-        given = handed(ctx.after, dy, second)
-        g, *of_second = multiply_backward(given, kept2, second, True, wants2, rounded)
-        del kept2, given
+        dy = _of_branch(dx, flow, ctx.after, of_add, second)
+        g, *of_second = multiply_backward(dy, kept2, second, True, wants2, rounded)
+        del kept2, dy
         more: dict[str, Any] = {"seed": seeds[1:2], "out_block": block}
         df = int8_gelu_backward(f, g, layout="both", inplace=True, **more)
         del g
@@ -219,38 +289,7 @@ class _Mlp(torch.autograd.Function):
         dh, *of_first = multiply_backward(df, kept1, first, True, wants1, rounded)
         del df
         of_norm = norm.backward(dh, dx, flow, seeds[3:4], ctx.before, block)
-        return None, None, None, None, *of_norm, *of_first, *of_second
-
-
-class _Added(torch.autograd.Function):
-    """The stream plus a branch's output after dropout, its codes and its rows' statistics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, flow: _Flow, seeds: Tensor | None, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, ...]:
-        branch = int8_quantize(y, block=flow.side)
-        if flow.dropout:
-            assert seeds is not None
-            branch = int8_dropout(branch, seeds[0:1], p=flow.dropout)
-        total, codes, *statistics = int8_add(x, branch, eps=flow.eps)
-        ctx.mark_non_differentiable(*codes.tensors, *statistics)
-        if not torch.compiler.is_compiling():  # Dynamo traces no such call
-            # Autograd would fill zeros for the codes' gradient: a byte per element.
-            ctx.set_materialize_grads(False)
-        ctx.flow = flow
-        ctx.save_for_backward(seeds)
-        return total, *codes.tensors, *statistics
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (seeds,), flow, dx = ctx.saved_tensors, ctx.flow, grads[0]
-        dy = dx
-        if flow.dropout and dx is not None:
-            codes = quantised_gradient(dx, flow.side, seeds[1:2], "q")
-            dy = int8_dequantize(int8_dropout_backward(codes, seeds[0:1], p=flow.dropout))
-        return None, None, dx, dy
+        return *[None] * 5, *of_norm, *of_first, *of_second
 
 
 # torch.compile traces the operators that these call and not their Python.
@@ -260,13 +299,13 @@ def _enter(*args: Any) -> Any:
 
 
 @torch.compiler.allow_in_graph
-def _mlp(*args: Any) -> Any:
-    return _Mlp.apply(*args)
+def _projected(*args: Any) -> Any:
+    return _Projected.apply(*args)
 
 
 @torch.compiler.allow_in_graph
-def _added(*args: Any) -> Any:
-    return _Added.apply(*args)
+def _mlp(*args: Any) -> Any:
+    return _Mlp.apply(*args)
 
 
 def _norm_of(stream: Stream, norm: nn.LayerNorm) -> _Norm:
@@ -316,9 +355,9 @@ class Int4Block(GPT2StreamBlock):
         seeds = keys_for_backward(sum(_KEYS), stream.x.device, self.training)
         keys = iter([None] * len(_KEYS) if seeds is None else seeds.split(_KEYS))
 
-        def added(x: Tensor, y: Tensor) -> Stream:
-            x, *codes, mean, rstd = _added(flow, next(keys), x, y)
-            return Stream(x, Quantized.of(codes, "q", self.flow), mean, rstd)
+        def added(handoff: Handoff | None, found: tuple[Tensor, ...]) -> Stream:
+            x, q, scale, mean, rstd = found
+            return Stream(x, Quantized(q, scale, block=self.flow), mean, rstd, handoff)
 
         own, norm = next(keys), _norm_of(stream, self.norm1)
         by = self.qkv.product(lambda: int8_dequantize(norm.normed(flow)[0]), next(keys))
@@ -334,13 +373,12 @@ class Int4Block(GPT2StreamBlock):
         by = self.projection.product(attended.detach, next(keys))
         compiling = torch.compiler.is_compiling()
         between, after = (None, None) if compiling else (Handoff(), Handoff())
-        stream = added(x, multiplied(attended, by, between))._replace(handoff=between)
+        stream = added(between, _projected(flow, between, next(keys), x, attended, *by))
         del attended
-        x, y = self._mlp(stream, flow, keys, after)
-        return added(x, y)._replace(handoff=after)
+        return added(after, self._mlp(stream, flow, keys, after))
 
     def _mlp(self, stream: Stream, flow: _Flow, keys: Iterator[Any], after: Handoff | None) -> Any:
-        """Return the stream, which passes through, and what the MLP adds to it."""
+        """Return the stream with what the MLP adds to it, as `_added` does."""
         own, norm = next(keys), _norm_of(stream, self.norm2)
 
         def normed() -> Quantized:
@@ -359,7 +397,8 @@ class Int4Block(GPT2StreamBlock):
             return F.gelu(f, approximate="tanh")
 
         second = self.contract.product(activated, next(keys))
-        return _mlp(flow, stream.handoff, after, own, stream.x, *norm, *first, *second)
+        tensors = own, next(keys), stream.x, *norm, *first, *second
+        return _mlp(flow, stream.handoff, after, *tensors)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, flow={self.flow}"

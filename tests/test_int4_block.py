@@ -131,14 +131,12 @@ class ExactBlock:
         stream, codes = self.leaves[0], int8_quantize(x.detach(), block=32)
         qkv = self.product("qkv", *self.normed("norm1", stream, codes)).split(WIDTH, 1)
         attended = passed(attention_of(qkv), attention_of([t.bfloat16() for t in qkv]))
-        y = self.product("projection", attended, attended.detach().bfloat16())
-        stream, *codes = self.added(stream, y)
-        f = self.product("expand", *self.normed("norm2", stream, *codes))
-        codes = int8_quantize(f.detach().bfloat16(), block=32)
-        f, u = passed(f, int8_dequantize(codes, out="fp32")), int8_gelu(codes)
-        exact = F.gelu(f, approximate="tanh")
-        y = self.product("contract", passed(exact, int8_dequantize(u, out="fp32")), u)
-        self.y, *_ = self.added(stream, y)
+        y, codes = self.codes("projection", attended, attended.detach().bfloat16())
+        stream, *codes = self.added(stream, y, codes)
+        f, codes = self.codes("expand", *self.normed("norm2", stream, *codes))
+        u, exact = int8_gelu(codes), F.gelu(f, approximate="tanh")
+        y, codes = self.codes("contract", passed(exact, int8_dequantize(u, out="fp32")), u)
+        self.y, *_ = self.added(stream, y, codes)
 
     def normed(self, name, x, codes, mean=None, rstd=None):
         norm = getattr(self.block, name)
@@ -150,16 +148,23 @@ class ExactBlock:
 
     def product(self, name, x, given):
         """The product of x, which kernels are given as floats or codes."""
+        value, _ = int4.multiply(given, getattr(self.block, name).product(None, None))
+        return passed(self.exact(name, x, given), value)
+
+    def codes(self, name, x, given):
+        """The same with the codes that it is, of fp32."""
+        codes, _ = int4.multiply(given, getattr(self.block, name).product(None, None), 32)
+        return passed(self.exact(name, x, given), int8_dequantize(codes, out="fp32")), codes
+
+    def exact(self, name, x, given):
         layer = getattr(self.block, name)
-        value, _ = int4.multiply(given, layer.product(None, None))
         if layer.group > 32 and name != "projection":  # then codes are made floats
             x = passed(x, int8_dequantize(given))
         steps = (int4_measured_step(t).double() for t in (given, layer.weight.detach()))
         parameters = self.own[f"{name}.weight"], self.own[f"{name}.bias"]
-        return passed(Exact.product(layer, x, *parameters, *steps), value)
+        return Exact.product(layer, x, *parameters, *steps)
 
-    def added(self, x, y):
-        codes = int8_quantize(y.detach().bfloat16(), block=32)
+    def added(self, x, y, codes):
         total, *codes = int8_add(x.detach().bfloat16(), codes)
         return passed(x + y, total), *codes
 
@@ -293,17 +298,30 @@ def test_blocks_of_other_recipes_may_follow(device, one, other):
     assert error_of(gradient(True), gradient(False)) < 0.05
 
 
-def test_dropped_numbers_have_no_gradient(device):
-    setting = int4_block._Flow(32, 1e-5, 0.25)
+@pytest.mark.parametrize("gradient", ["int8", "sampled"])
+def test_dropped_numbers_have_no_gradient(device, monkeypatch, gradient):
+    flow_setting = int4_block._Flow(32, 1e-5, 0.25)
+    layer = block_of(Int4(32, gradient), device).projection
     x, y = torch.rand(2, 96, WIDTH, device=device).add(1).bfloat16().requires_grad_().unbind()
-    dy = torch.ones_like(x)
-    total, *_ = int4_block._added(setting, products.draw(2, x.device), x, y)
-    of_x, of_y = torch.autograd.grad(total, (x, y), dy)
-    dropped = total == x
+    with torch.no_grad():  # its output is above 0, so that what adds nothing was dropped
+        layer.weight.abs_()
+        layer.bias.abs_()
+    dy, given, backward = torch.ones_like(x), [], int4_block.multiply_backward
+
+    def recorded(gradient, *args):
+        given.append(int8_dequantize(gradient))
+        return backward(gradient, *args)
+
+    monkeypatch.setattr(int4_block, "multiply_backward", recorded)
+    by = layer.product(y.detach, products.draw(int4_gradient.KEYS, x.device))
+    keys = products.draw(2, x.device)
+    total, *_ = int4_block._projected(flow_setting, None, keys, x, y, *by)
+    of_x, _ = torch.autograd.grad(total, (x, y), dy)
+    (of_branch,), dropped = given, total == x
     assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.02)
-    assert not bool(of_y[dropped].any())
+    assert not bool(of_branch[dropped].any())
     assert torch.equal(of_x, dy)
-    torch.testing.assert_close(of_y[~dropped], dy[~dropped] / 0.75, rtol=0.02, atol=0)
+    torch.testing.assert_close(of_branch[~dropped], dy[~dropped] / 0.75, rtol=0.02, atol=0)
 
 
 # What it keeps and draws
