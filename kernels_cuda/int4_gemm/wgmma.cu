@@ -10,8 +10,9 @@
 //   1. load:     one thread fetches A and B by TMA, each block of a cluster its share of what the
 //                cluster has in common, for all of it.
 //   2. multiply: GROUPS warp groups each keep ROWS times 64×TILE_N on the tensor cores, one slot
-//                ahead of the one that they give back; then each scales its sums and writes them by
-//                TMA, and goes on with the next tile while the copy engine works.
+//                ahead of the one that they give back; then each scales its sums, makes INT8 codes of
+//                them if those are asked for, writes by TMA, and goes on with the next tile while the
+//                copy engine works.
 //
 // With SPLIT the steps of a tile along K are dealt to that many blocks, whose raw sums `reduce`
 // (reduce.cu) adds up: integers, so that the result is the same to the bit.
