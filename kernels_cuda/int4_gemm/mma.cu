@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int4_gemm(const __grid_constant__ Arguments x) {
   const int rows = rows_of(x.to);
   if (tile_place(x.to).row >= rows) return;
-  if (int(threadIdx.x) < AMAXES) block_amax(0, threadIdx.x) = 0;
+  if (AMAXES > 0 && int(threadIdx.x) < AMAXES) block_amax(0, threadIdx.x) = 0;
   const int high = PRODUCT == WGRAD ? x.to.counts[0] / TILE_BYTES : 0;
   const int bytes = PRODUCT == WGRAD ? min(x.to.counts[1], x.row_bytes) : x.row_bytes;
   Multiplier multiplier;
