@@ -70,7 +70,7 @@ class Problem:
 
     ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape). ``block`` is
     the side of the blocks of the codes that it reads. An op that also writes codes may have, after
-    it, ``out_block``: the side of theirs, by default `AS_READ`.
+    it, ``out_block``: the side of theirs, by default `AS_READ`; one that reads none has it alone.
     """
 
     m: int
@@ -81,7 +81,7 @@ class Problem:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "out_block" and str(value).lower() == "none":
-                value = vars(self)["block"]
+                value = vars(self).get("block", value)
             value = parse_field(field.name, hints[field.name], value)
             object.__setattr__(self, field.name, value)
 
@@ -103,7 +103,7 @@ class Problem:
         So what was saved before there was the field has the same text, and the same hash.
         """
         fields = dataclasses.asdict(self)
-        if "out_block" in fields and fields["out_block"] == fields["block"]:
+        if "out_block" in fields and fields["out_block"] == fields.get("block"):
             del fields["out_block"]
         return fields
 
@@ -113,7 +113,7 @@ class Problem:
 
 def written_block(problem: Any) -> int:
     """Return the block of the codes that a problem has written; `block` where it has one alone."""
-    return int(getattr(problem, "out_block", problem.block))
+    return int(problem.out_block if hasattr(problem, "out_block") else problem.block)
 
 
 def at_least_zero(problem: Problem, *fields: str) -> None:

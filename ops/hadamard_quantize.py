@@ -15,9 +15,20 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kept_rows import capacity
 from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Operator, Shape
-from jetfire.core.problem import Codes, FloatName, Group, Mode, Problem
+from jetfire.core.problem import Block, Codes, FloatName, Group, Mode, Problem, Rounding
 from jetfire.core.suites import COMPILED, STEADY_MS, Exported, Timed
-from jetfire.core.tensors import Quantized4, Spec, Specs, Tensors, ceil_div, dtype_of
+from jetfire.core.tensors import (
+    Quantized,
+    Quantized4,
+    Spec,
+    Specs,
+    Tensors,
+    ceil_div,
+    dtype_of,
+    quantized,
+    seed_of,
+)
+from jetfire.measure import peers
 from jetfire.measure.data import Source
 from jetfire.measure.int4 import (
     codes_in_torch,
@@ -26,7 +37,8 @@ from jetfire.measure.int4 import (
     transformed,
     whole_groups,
 )
-from jetfire.measure.op import StandardOp
+from jetfire.measure.op import StandardOp, draw
+from jetfire.ops.quantize import QuantizeProblem, int8_quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["int4_quantize", "int4_quantize_backward"]
 
 Given = Literal["codes", "x"]
+Out = Literal["float", "int8"]
+# The columns of a group times the side of a block, up to which one launch makes a gradient's codes:
+# the numbers that threads of one CUDA block, which find a block's largest, hold at once.
+MOST_IN_CODES = 512 * 32
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,9 @@ class HadamardQuantizeProblem(Problem):
     bwd: dx_hat (m×n), the gradient of the codes times scale, to dx. ``given=codes``: with q packed.
     ``given=x``: with x and step, and then dstep (m,) is the step's gradient by rows. ``gathered``:
     dx_hat holds the kept rows alone, as many as it may be; slots (m×2 int32) says which two of them
-    sum to a row, −1 for one that is not there, which counts as 0·unit (1,).
+    sum to a row, −1 for one that is not there, which counts as 0·unit (1,). ``out=int8``, of
+    ``given=codes`` alone: dx in `dtype`, and then quantised with `rounding`, in blocks of
+    `out_block`.
 
     A step is usable where (1/√group)/step, rounded in fp32, is finite and above 0. With another one
     (NaN, ±Inf, 0, negative, or below about 2⁻¹²⁸/√group) scale is NaN, and where x is finite codes
@@ -60,10 +78,29 @@ class HadamardQuantizeProblem(Problem):
     layout: Codes = "packed"
     given: Given = "codes"
     gathered: bool = False
+    out: Out = "float"
+    out_block: Block = 32
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole_groups("n", self.n, self.group)
+        if self.out == "float":
+            for name, usual in (("out_block", 32), ("rounding", "nearest")):
+                if (value := getattr(self, name)) != usual:
+                    raise UsageError(f"{name}={value} out=float: expected out=int8")
+        elif self.mode == "fwd" or self.given == "x":
+            asked = f"mode={self.mode} given={self.given}"
+            raise UsageError(f"out=int8 {asked}: expected mode=bwd given=codes")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name; without those of codes that are written, where none are.
+
+        So what was saved before there were these fields has the same text.
+        """
+        fields = super().as_dict()
+        of_codes = () if self.out == "int8" else ("out", "out_block", "rounding")
+        return {name: value for name, value in fields.items() if name not in of_codes}
 
 
 class HadamardQuantize(StandardOp):
@@ -76,10 +113,17 @@ class HadamardQuantize(StandardOp):
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return model.operands()
 
+    def problems(self, mode: Mode, fields: Mapping[str, Any]) -> list[Any]:
+        """Return the problem; only codes are rounded stochastically, if nothing else is asked."""
+        floats = {} if fields.get("out") == "int8" else {"rounding": "nearest"}
+        return super().problems(mode, {**floats, **fields})
+
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whole groups."""
+        """Return whole groups; codes alone have a block and a rounding."""
         unit = max(2, fields["group"])
-        return {**fields, "n": ceil_div(fields["n"], unit) * unit}
+        whole = {**fields, "n": ceil_div(fields["n"], unit) * unit}
+        codes = fields.get("out") == "int8"
+        return {k: v for k, v in whole.items() if codes or k not in ("out_block", "rounding")}
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         """Return q with any scale: a backward reads none of it."""
@@ -99,10 +143,13 @@ class HadamardQuantize(StandardOp):
             rows = capacity(m, 2, "dgrad", "half")
             slots = Spec("int32", (m, 2))
             specs = {"slots": slots, "unit": one, "dx_hat": Spec(dtype, (rows, n))}
-        return specs | (quantised if problem.given == "x" else {"q": Spec("int8", (m, n // 2))})
+        specs |= quantised if problem.given == "x" else {"q": Spec("int8", (m, n // 2))}
+        return specs | seed_of(problem)
 
     def writes(self, problem: HadamardQuantizeProblem) -> Specs:
         m, n = problem.m, problem.n
+        if problem.out == "int8":
+            return quantized(m, n, problem.out_block, "dx")
         if problem.mode == "bwd":
             dx = {"dx": Spec(problem.dtype, (m, n))}
             return dx | {"dstep": Spec("fp32", (m,))} if problem.given == "x" else dx
@@ -127,11 +174,13 @@ class HadamardQuantize(StandardOp):
         inputs["dx_hat"] = source.floats(rows, problem.n, dtype=problem.dtype)
         if problem.given == "x":
             return inputs | quantised
-        return inputs | {"q": pack(quantize(**quantised, group=problem.group)[0])}
+        q = pack(quantize(**quantised, group=problem.group)[0])
+        return inputs | {"q": q} | draw(seed_of(problem), source)
 
     def reference(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import hadamard_quantize as reference
         from jetfire.reference.nibbles import pack, unpack, widen
+        from jetfire.reference.quantize import quantize
 
         group = problem.group
         if problem.mode == "fwd":
@@ -146,8 +195,11 @@ class HadamardQuantize(StandardOp):
             expected = step_gradient(terms, "dstep")
         else:
             q = unpack(inputs["q"])
-        dx = reference.input_gradient(dx_hat, q, group)
-        return expected | {"dx": dx.to(dtype_of(problem.dtype))}
+        dx = reference.input_gradient(dx_hat, q, group).to(dtype_of(problem.dtype))
+        if problem.out == "int8":
+            codes = quantize(dx, problem.out_block, problem.rounding, inputs.get("seed"))
+            return dict(zip(("dx", "dx_scale"), codes, strict=True))
+        return expected | {"dx": dx}
 
     def nothing(self, problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors) -> None:
         """Write the step for the scale, or NaN where it is no step."""
@@ -208,6 +260,8 @@ class HadamardQuantize(StandardOp):
         terms = upstream.abs().amax(1, keepdim=True) * group**0.5
         rounded = gradient.HALF[problem.dtype] * dx.abs()
         allowed = rounded + gradient.FP32 * terms + gradient.LEAST
+        if problem.out == "int8":
+            return gradient.quantised(problem, outputs, dx, allowed, "dx")
         if not given:
             return [Gradient("dx", outputs["dx"], dx, allowed)]
         # In fp32 what is nearly a tie may be rounded the other way.
@@ -230,6 +284,7 @@ class HadamardQuantize(StandardOp):
         return [
             compiled(),
             compiled(modes=["bwd"], settings={"gathered": ["true"]}),
+            compiled(modes=["bwd"], settings={"gathered": ["true"], "out": ["int8"]}),
             compiled(modes=["bwd"], settings={"given": ["x"]}),
             at(turn=4, settings=settings, peers=("copy",)),
         ]
@@ -293,8 +348,11 @@ def _backward_in_torch(
     else:
         q = unpack(inputs["q"])
         passed = (q > -8) & (q < 7)
-    kept = torch.where(passed, dx_hat, 0.0).to(h.dtype)
-    return (transformed(kept, h), *sums)
+    dx = transformed(torch.where(passed, dx_hat, 0.0).to(h.dtype), h)
+    if problem.out == "int8":
+        sizes = problem.m, problem.n, problem.out_block, problem.dtype
+        return peers.codes(QuantizeProblem(*sizes, problem.rounding), dx)
+    return (dx, *sums)
 
 
 OP = HadamardQuantize()
@@ -311,6 +369,10 @@ def _given(dx_hat: Shape, x: Shape | None, slots: Shape | None) -> dict[str, Any
     }
 
 
+def _given_codes(dx_hat: Shape, slots: Shape | None) -> dict[str, Any]:
+    return _given(dx_hat, None, slots)
+
+
 _hadamard_quantize = Operator(
     "hadamard_quantize(Tensor x, Tensor step, int group, str layout) -> Tensor[]",
     dtype_field="dtype",
@@ -320,6 +382,15 @@ _hadamard_quantize_backward = Operator(
     " slots, Tensor? unit, int group) -> Tensor[]",
     derive=_given,
     dtype_field="dtype",
+)
+
+
+_hadamard_quantize_backward_quantized = Operator(
+    "hadamard_quantize_backward_quantized(Tensor dx_hat, Tensor q, Tensor? slots, Tensor? unit,"
+    " Tensor? seed, int group, int out_block, str rounding) -> Tensor[]",
+    derive=_given_codes,
+    dtype_field="dtype",
+    out="int8",
 )
 
 
@@ -355,6 +426,10 @@ def int4_quantize_backward(
     group: Group = 32,
     slots: Tensor | None = None,
     unit: Tensor | None = None,
+    out: Out = "float",
+    out_block: Block = 32,
+    rounding: Rounding = "stochastic",
+    seed: Tensor | None = None,
 ) -> Any:
     """Return the gradient of x: that of its codes (dx_hat), where not clipped, transformed back.
 
@@ -365,14 +440,21 @@ def int4_quantize_backward(
         x, step: what was quantised, and its step: then the step has a gradient too.
         slots, unit: of `int4_sample_rows` and the scale of `int4_bit_split`: the rows that belong
             to each row of x; both or neither.
+        out: "float", or with `q` "int8": what `int8_quantize` makes of dx in blocks of `out_block`,
+            with this `rounding` and `seed`.
 
     Returns:
-        dx, m×n as dx_hat; with `x` the pair (dx, dstep), the step's gradient by rows, fp32, m.
+        dx, m×n as dx_hat, or `Quantized`; with `x` the pair (dx, dstep), the step's gradient by
+        rows, fp32, m.
     """
     expect.matrix("dx_hat", dx_hat, expect.FLOATS)
     expect.choice("group", group, Group)
     if (q is None) == (x is None) or (x is None) != (step is None):
         raise UsageError("q, x and step: expected q alone, or x and step")
+    expect.choice("out", out, Out)
+    expect.choice("out_block", out_block, Block)
+    if out == "int8" and q is None:
+        raise UsageError("out=int8 with x and step: expected q alone")
     if (slots is None) != (unit is None):
         raise UsageError("slots and unit: expected both or neither")
     rows, n = dx_hat.shape
@@ -390,5 +472,12 @@ def int4_quantize_backward(
         expect.shaped("x", x, (rows, n), dx_hat)
         expect.scalar("step", step, dx_hat)
         step = step.view(1)
+    seed = expect.rounding_seed(rounding, seed, "q", dx_hat) if out == "int8" else None
+    if out == "int8" and group * out_block <= MOST_IN_CODES:
+        options = group, out_block, rounding
+        found = _hadamard_quantize_backward_quantized(dx_hat, codes, slots, unit, seed, *options)
+        return Quantized.of(found, "q", out_block)
     found = _hadamard_quantize_backward(dx_hat, codes, x, step, slots, unit, group)
+    if out == "int8":
+        return int8_quantize(found[0], block=out_block, rounding=rounding, seed=seed)
     return found[0] if x is None else tuple(found)

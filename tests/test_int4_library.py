@@ -38,6 +38,8 @@ def combinations(name):
                 continue
             if fields["group"] != 32 and (fields["group"] > 64 or fields["dtype"] != "fp32"):
                 continue
+            if fields["out_block"] != 32 and (fields["group"], fields["dtype"]) != (32, "bf16"):
+                continue
         yield fields
 
 
@@ -63,10 +65,9 @@ def problems():
 
 
 def overload(name, problem):
-    ending = "_backward" if getattr(problem, "mode", "fwd") == "bwd" else ""
-    if name == "int4_gemm" and problem.out == "int8":
-        ending = "_quantized"
-    return getattr(torch.ops.jetfire, name + ending).default
+    backward = "_backward" if getattr(problem, "mode", "fwd") == "bwd" else ""
+    codes = "_quantized" if getattr(problem, "out", "") == "int8" else ""
+    return getattr(torch.ops.jetfire, f"{name}{backward}{codes}").default
 
 
 def arguments(overload, problem, inputs):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from jetfire.core.errors import UsageError
-from jetfire.core.tensors import Tensors
-from jetfire.kernels_cpu.common import TorchKernel
+from jetfire.core.tensors import Tensors, dtype_of
+from jetfire.kernels_cpu.common import TorchKernel, quantised
 from jetfire.reference.hadamard import factor
 from jetfire.reference.hadamard_quantize import LEAST, MOST, gathered, inside, multiplier
 from jetfire.reference.nibbles import pack, unpack, widen
@@ -67,6 +67,9 @@ class TorchHadamardQuantize(TorchKernel):
             _check_slots(inputs["slots"], len(inputs["dx_hat"]))
         found = [part(problem, inputs, slab) for slab in slabs(problem)]
         results = {name: torch.cat([slab[name] for slab in found]) for name in found[0]}
+        if problem.out == "int8":
+            codes = quantised(results["dx"].to(dtype_of(problem.dtype)), problem, inputs)
+            results = {"dx": codes["q"], "dx_scale": codes["scale"]}
         if problem.mode == "fwd":
             bad = ~results.pop("finite").all() | (multiplier(inputs["step"], problem.group) == 0)
             results["scale"] = inputs["step"].masked_fill(bad, torch.nan)

@@ -1,6 +1,6 @@
 // The quantiser's gradient: what passes of the codes' gradient, transformed back; and, of the step,
 // the sum over each row. As jetfire.reference's input_gradient and step_terms have it.
-#include "transform.cuh"
+#include "gradient.cuh"
 
 struct Arguments {
   const uint8_t* dx_hat;
@@ -15,76 +15,7 @@ struct Arguments {
   int32_t m, n;
 };
 
-constexpr int G_BITS = bits_of(G_TYPE), DX_BITS = bits_of(DX_TYPE);
-constexpr int GIVEN_BITS = GIVEN_X ? bits_of(X_TYPE) : 4;
-constexpr int PARTS = GATHERED ? 2 : 1;
-
-// A row's parts of dx_hat, up to the column where each ends: 0 for one that is not there.
-struct Source {
-  const uint8_t* row[PARTS];
-  int columns[PARTS];
-  float missing;  // what the parts that are not there add: 0, or NaN
-};
-
-DEVICE Source source_of(const Arguments& p, int64_t row, int columns) {
-  Source source = {{p.dx_hat + row * p.pitch}, {columns}, 0.0f};
-  if constexpr (GATHERED) {
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      const int slot = columns ? p.slots[row * p.slots_stride + i] : -1;
-      source.row[i] = p.dx_hat + slot * p.pitch;
-      source.columns[i] = slot < 0 ? 0 : columns;
-      if (slot < 0) source.missing = __fmul_rn(0.0f, *p.unit);
-    }
-  }
-  return source;
-}
-
-struct Tile {
-  Raw<G_BITS> parts[PARTS];
-  Raw<GIVEN_BITS> given;
-};
-
-DEVICE void load_tile(Tile& tile, const Source& source, const uint8_t* given, int column,
-                      int columns) {
-  load<GIVEN_BITS, GIVEN_BYTES>(tile.given, given, column, columns);
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    load<G_BITS, G_BYTES>(tile.parts[i], source.row[i], column, source.columns[i]);
-  }
-}
-
-DEVICE float gradient_of(const Tile& tile, const Source& source, int c, int j) {
-  const float first = unpack<G_TYPE>(tile.parts[0][c], j);
-  if constexpr (!GATHERED) return first;
-  const float second = unpack<G_TYPE>(tile.parts[PARTS - 1][c], j);
-  return __fadd_rn(__fadd_rn(first, second), source.missing);
-}
-
-// Bit 2 of each nibble that is −8 or 7, whose three lower bits are alike and unlike its highest.
-DEVICE uint32_t clipped(uint32_t codes) {
-  const uint32_t differ = codes ^ codes >> 1;
-  return differ & ~(differ << 1) & ~(differ << 2) & 0x44444444u;
-}
-
-// The gradient where it passes, else 0.
-DEVICE void mask_by_codes(Values& v, const Tile& tile, const Source& source) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < ELEMENTS / 8; ++i) {
-      uint32_t edges = 0;
-      if constexpr (!GIVEN_X) edges = clipped(tile.given[c][i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float g = gradient_of(tile, source, c, 8 * i + j);
-        v[c][8 * i + j] = edges & 4u << 4 * j ? 0.0f : g;
-      }
-    }
-  }
-}
-
-// The same from x, and what the tile adds to the step's gradient.
+// The gradient where it passes, else 0, from x; and what the tile adds to the step's gradient.
 DEVICE float mask_by_values(Values& v, const Tile& tile, const Source& source, int lane,
                             float inverse) {
 #pragma unroll

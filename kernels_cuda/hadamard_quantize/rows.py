@@ -1,4 +1,4 @@
-"""The row kernels' configuration, legality and launch: forward.cu and backward.cu."""
+"""The row kernels' configuration, legality and launch: forward.cu, backward.cu, its codes'."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FORWARD = Path(__file__).parent / "forward.cu"
 BACKWARD = Path(__file__).parent / "backward.cu"
+BACKWARD_CODES = Path(__file__).parent / "backward_codes.cu"
 TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # transform.cuh
 MOST_COLUMNS = 1 << 24  # a row's sum of squares is below 2^31, and so is every index in it
 MOST_ELEMENTS = 32  # a thread: those of 64 have more than 255 registers to hold
@@ -114,7 +115,7 @@ def matrices_of(
 
 def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices:
     """Return the matrices of contiguous tensors of the problem's dtype, at multiples of 16."""
-    kinds = {"q": "nibbles", "wide": "bytes"}
+    kinds = {"q": "nibbles", "wide": "bytes"} | ({"dx": "bytes"} if problem.out == "int8" else {})
     pairs = [(name, kinds.get(name, problem.dtype)) for name in _names(problem)]
     return tuple(
         (name, Matrix(kind, _access(problem.n, kind, config.elements))) for name, kind in pairs
@@ -156,9 +157,15 @@ def program(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matr
             "GATHERED": problem.gathered,
             "G_TYPE": TYPES[found["dx_hat"].kind],
             "G_BYTES": found["dx_hat"].access,
-            "DX_TYPE": TYPES[found["dx"].kind],
+            "DX_TYPE": TYPES[problem.dtype if problem.out == "int8" else found["dx"].kind],
             "DX_BYTES": found["dx"].access,
         }
+        if problem.out == "int8":
+            source = BACKWARD_CODES
+            constants |= {
+                "OUT_BLOCK": problem.out_block,
+                "STOCHASTIC": problem.rounding == "stochastic",
+            }
     else:
         source = FORWARD
         constants |= {
@@ -193,7 +200,58 @@ def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> in
         rest = 88 if single else 64
         return values + parts + config.prefetch * (parts + words) + rest
     rest = (36 if single else 24) + (4 if problem.gathered else 0)
+    if problem.out == "int8":
+        rest += _of_codes(problem, config)
     return max(values, parts) + config.prefetch * (parts + values // 8) + rest
+
+
+def _of_codes(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
+    """Return what a thread needs besides for random bits, scales and addresses of codes.
+
+    Registers of what is read ahead serve for that, but for a few. Each chunk has its own scale.
+    """
+    if not config.prefetch:
+        return 10 if problem.dtype == "fp32" else 25
+    if config.chunks == 4:
+        return 34
+    return 6 if config.elements * config.chunks == MOST_ELEMENTS else 2
+
+
+def parted(problem: HadamardQuantizeProblem, config: RowsConfig) -> str | None:
+    """Return why a block of the codes would be several thread blocks' or runs'; None if it is not.
+
+    The largest magnitude of a block is found by threads that can meet.
+    """
+    if problem.out != "int8":
+        return None
+    run = config.lanes * config.elements
+    for what, count in (("rows", config.rows), ("columns to a run", run)):
+        if count % problem.out_block:
+            return f"{count} {what}: expected a multiple of out_block={problem.out_block}"
+    return None
+
+
+def _shapes(problem: HadamardQuantizeProblem) -> list[RowsConfig]:
+    """Return configs to choose a default from, those of the most lanes first.
+
+    Forward a thread has 64 bytes of a row, so that groups of 16 or 32 are its own. Backward it
+    writes as much as it reads: 16 or 32 bytes, so that a warp's accesses are whole sectors. Of
+    codes it has 16 or 32 neighbours in one block, whose scale each thread makes; and thread blocks
+    have just the rows of a block.
+    """
+    if problem.out == "int8":
+        return [
+            RowsConfig(elements, 1, lanes, warps)
+            for elements in (16, 32)
+            for lanes in (16, 8, 4)
+            if (warps := lanes * problem.out_block // 32) <= 16
+        ]
+    if problem.mode == "bwd":
+        elements, chunks = 8, 4 if problem.group > 512 else 2
+    else:
+        elements = 64 // driver.ELEMENT_BYTES[problem.dtype]
+        chunks = 32 // elements
+    return [RowsConfig(elements, chunks, lanes) for lanes in (32, 16, 8, 4)]
 
 
 def idle(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
@@ -226,6 +284,8 @@ class RowsHadamardQuantize(CudaKernel):
             return f"{held} elements per thread: expected at most {MOST_ELEMENTS}"
         if config.tile < problem.group:
             return f"tiles of {config.tile} columns: expected at least group={problem.group}"
+        if reason := parted(problem, config):
+            return reason
         needed = needed_registers(problem, config)
         if needed > (limit := registers(config)):
             return (
@@ -237,27 +297,22 @@ class RowsHadamardQuantize(CudaKernel):
     def default(self, problem: HadamardQuantizeProblem, device: Device) -> RowsConfig:
         """Return as many lanes as leave few idle at a row's end.
 
-        Forward a thread has 64 bytes of a row, so that groups of 16 or 32 are its own. Backward it
-        writes as much as it reads: 16 or 32 bytes, so that a warp's accesses are whole sectors.
         The next tile is read ahead where that leaves room for sixteen warps.
         """
-        if problem.mode == "bwd":
-            elements, chunks = 8, 4 if problem.group > 512 else 2
-        else:
-            elements = 64 // driver.ELEMENT_BYTES[problem.dtype]
-            chunks = 32 // elements
         configs = [
-            RowsConfig(elements, chunks, lanes)
-            for lanes in (32, 16, 8, 4)
-            if lanes * elements * chunks >= problem.group
+            config
+            for config in _shapes(problem)
+            if config.tile >= problem.group and parted(problem, config) is None
         ]
+        if not configs:  # `legal` says what is wrong with it
+            return RowsConfig()
         few = (config for config in configs if 8 * idle(problem, config) <= problem.n)
         config = next(few, min(configs, key=lambda config: idle(problem, config)))
         fitting = (
             dataclasses.replace(config, blocks=blocks, prefetch=prefetch)
-            for prefetch, least in ((True, 4), (False, 1))
+            for prefetch, least in ((True, 16), (False, 1))
             for blocks in (8, 6, 4, 3, 2, 1)
-            if blocks >= least
+            if blocks * config.warps >= least
         )
         return next(x for x in fitting if needed_registers(problem, x) <= registers(x))
 
@@ -278,7 +333,10 @@ class RowsHadamardQuantize(CudaKernel):
     ) -> None:
         first = inputs["dx_hat" if problem.mode == "bwd" else "x"]
         matrices = matrices_of(problem, config, inputs, outputs)
-        pack = _backward_arguments if problem.mode == "bwd" else _forward_arguments
+        if problem.out == "int8":
+            pack = _codes_arguments
+        else:
+            pack = _backward_arguments if problem.mode == "bwd" else _forward_arguments
         blocks = ceil_div(problem.m, config.rows)
         content = pack(problem, inputs, outputs)
         self.run(problem, config, matrices, Device.of(first), blocks, content)
@@ -321,6 +379,26 @@ def _backward_arguments(
         address(inputs.get("unit")),
         address(outputs["dx"]),
         address(outputs.get("dstep")),
+        _pitch(dx_hat),
+        _pitch(given),
+        0 if slots is None else slots.stride(0),
+        problem.m,
+        problem.n,
+    )
+
+
+def _codes_arguments(problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors) -> bytes:
+    address, dx_hat = driver.address, inputs["dx_hat"]
+    given, slots = inputs["q"], inputs.get("slots")
+    return struct.pack(
+        "<7Q3q2i",
+        address(dx_hat),
+        address(given),
+        address(slots),
+        address(inputs.get("unit")),
+        address(inputs.get("seed")),
+        address(outputs["dx"]),
+        address(outputs["dx_scale"]),
         _pitch(dx_hat),
         _pitch(given),
         0 if slots is None else slots.stride(0),

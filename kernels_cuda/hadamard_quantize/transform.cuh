@@ -7,7 +7,7 @@
 #pragma once
 
 #include "config.cuh"
-#include "ptx.cuh"
+#include "quantize.cuh"
 
 constexpr int RUN = LANES * ELEMENTS;  // from one run of a thread to its next
 constexpr int TILE = RUN * CHUNKS;
@@ -151,9 +151,6 @@ DEVICE float multiplier(float step) {
   const float inverse = __fdiv_rn(__int_as_float(FACTOR_BITS), step);
   return inverse > 0 && inverse < __int_as_float(0x7F800000) ? inverse : 0.0f;
 }
-
-// Adding it leaves an integer, rounded as the addition rounds, in a float's low bits.
-constexpr float INTEGER = 12582912.0f;
 
 // clamp(v, −8, 7) + INTEGER, rounded to nearest, ties to even; NaN gives −8.
 DEVICE float code(float v) { return __fadd_rn(fminf(fmaxf(v, -8.0f), 7.0f), INTEGER); }
