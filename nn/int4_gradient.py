@@ -129,9 +129,10 @@ class Split(NamedTuple):
         dx_hat = int4_gemm(wide, weight, weight=chances, counts=counts, out=float_of(self.given))
         del wide
         more: dict[str, Any] = {"slots": slots, "unit": self.codes.scale, "group": group}
-        dx: Tensor = int4_quantize_backward(dx_hat, q=x, **more)
-        del dx_hat
-        return dx if rounded is None else quantised_gradient(dx, *rounded, "q")
+        if rounded is not None:
+            more |= {"out": "int8", "out_block": rounded.block, "seed": rounded.seed}
+        dx: Tensor | Quantized = int4_quantize_backward(dx_hat, q=x, **more)
+        return dx
 
     def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:
         """Return Gᵀ·X of the input's packed codes."""
