@@ -18,6 +18,9 @@ Layout = Literal["q", "qt", "both"]
 # How many neighbouring columns a Hadamard transform mixes, and how its 4-bit codes lie.
 Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 Codes = Literal["packed", "wide", "both"]
+# Where what was transformed is written in blocks of INT8 codes, the most columns of a group times
+# the side of a block: threads that meet to find a block's largest number hold no more.
+MOST_IN_CODES = 512 * 32
 Mode = Literal["fwd", "bwd"]
 Rounding = Literal["nearest", "stochastic"]
 

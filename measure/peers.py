@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core.problem import written_block
+
 if TYPE_CHECKING:
     import torch
 
@@ -184,7 +186,7 @@ def codes(problem: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     import torch
 
-    block = problem.block
+    block = written_block(problem)
     m, n = x.shape
     padded = torch.nn.functional.pad(x, (0, -n % block, 0, -m % block))
     tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -194,7 +196,7 @@ def codes(problem: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes = (codes + torch.rand_like(codes)).floor()
     q = codes.round().to(torch.int8).view(padded.shape)[:m, :n]
     scale = scale[:, 0, :, 0]
-    if problem.layout == "q":
+    if problem.layout not in ("qt", "both"):
         return q, scale
     transposed = q.t().contiguous(), scale.t().contiguous()
     return transposed if problem.layout == "qt" else (q, scale, *transposed)

@@ -8,13 +8,15 @@ splitting, and leverage-score sampling of rows. Whole it is INT8 codes, as Hoppe
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from jetfire.core.errors import UsageError
 from jetfire.core.kept_rows import MOST_K, SampledRows, capacity
-from jetfire.core.problem import Block, FloatName, Group
+from jetfire.core.problem import MOST_IN_CODES, Block, FloatName, Group
 from jetfire.core.tensors import Quantized, Quantized4, blocks_of
 from jetfire.nn.products import FLOATS, quantised_gradient
 from jetfire.nn.recipes import GRADIENT_BLOCK, Gradient, parts_and_rows
@@ -128,10 +130,16 @@ class Split(NamedTuple):
         wide = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
         dx_hat = int4_gemm(wide, weight, weight=chances, counts=counts, out=float_of(self.given))
         del wide
-        more: dict[str, Any] = {"slots": slots, "unit": self.codes.scale, "group": group}
-        if rounded is not None:
-            more |= {"out": "int8", "out_block": rounded.block, "seed": rounded.seed}
-        dx: Tensor | Quantized = int4_quantize_backward(dx_hat, q=x, **more)
+        back: Callable[..., Any] = partial(
+            int4_quantize_backward, dx_hat, q=x, slots=slots, unit=self.codes.scale, group=group
+        )
+        dx: Tensor | Quantized
+        if rounded is None:
+            dx = back()
+        elif group * rounded.block > MOST_IN_CODES:
+            dx = quantised_gradient(back(), *rounded, "q")
+        else:
+            dx = back(out="int8", out_block=rounded.block, seed=rounded.seed)
         return dx
 
     def transposed_times(self, x: Quantized4, out: FloatName) -> Tensor:

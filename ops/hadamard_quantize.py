@@ -15,7 +15,16 @@ from jetfire.core.errors import UsageError
 from jetfire.core.kept_rows import capacity
 from jetfire.core.op import Gradient, Model, SameBits
 from jetfire.core.operators import Operator, Shape
-from jetfire.core.problem import Block, Codes, FloatName, Group, Mode, Problem, Rounding
+from jetfire.core.problem import (
+    MOST_IN_CODES,
+    Block,
+    Codes,
+    FloatName,
+    Group,
+    Mode,
+    Problem,
+    Rounding,
+)
 from jetfire.core.suites import COMPILED, STEADY_MS, Exported, Timed
 from jetfire.core.tensors import (
     Quantized,
@@ -38,7 +47,6 @@ from jetfire.measure.int4 import (
     whole_groups,
 )
 from jetfire.measure.op import StandardOp, draw
-from jetfire.ops.quantize import QuantizeProblem, int8_quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +55,6 @@ __all__ = ["int4_quantize", "int4_quantize_backward"]
 
 Given = Literal["codes", "x"]
 Out = Literal["float", "int8"]
-# The columns of a group times the side of a block, up to which one launch makes a gradient's codes:
-# the numbers that threads of one CUDA block, which find a block's largest, hold at once.
-MOST_IN_CODES = 512 * 32
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,11 @@ class HadamardQuantizeProblem(Problem):
         elif self.mode == "fwd" or self.given == "x":
             asked = f"mode={self.mode} given={self.given}"
             raise UsageError(f"out=int8 {asked}: expected mode=bwd given=codes")
+        elif self.group * self.out_block > MOST_IN_CODES:
+            most = MOST_IN_CODES // self.out_block
+            raise UsageError(
+                f"group={self.group} out_block={self.out_block}: expected a group of at most {most}"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name; without those of codes that are written, where none are.
@@ -120,10 +130,10 @@ class HadamardQuantize(StandardOp):
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return whole groups; codes alone have a block and a rounding."""
-        unit = max(2, fields["group"])
-        whole = {**fields, "n": ceil_div(fields["n"], unit) * unit}
         codes = fields.get("out") == "int8"
-        return {k: v for k, v in whole.items() if codes or k not in ("out_block", "rounding")}
+        fields = {k: v for k, v in fields.items() if codes or k not in ("out_block", "rounding")}
+        unit = max(2, fields["group"])
+        return {**fields, "n": ceil_div(fields["n"], unit) * unit}
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         """Return q with any scale: a backward reads none of it."""
@@ -350,8 +360,7 @@ def _backward_in_torch(
         passed = (q > -8) & (q < 7)
     dx = transformed(torch.where(passed, dx_hat, 0.0).to(h.dtype), h)
     if problem.out == "int8":
-        sizes = problem.m, problem.n, problem.out_block, problem.dtype
-        return peers.codes(QuantizeProblem(*sizes, problem.rounding), dx)
+        return peers.codes(problem, dx)
     return (dx, *sums)
 
 
@@ -441,7 +450,8 @@ def int4_quantize_backward(
         slots, unit: of `int4_sample_rows` and the scale of `int4_bit_split`: the rows that belong
             to each row of x; both or neither.
         out: "float", or with `q` "int8": what `int8_quantize` makes of dx in blocks of `out_block`,
-            with this `rounding` and `seed`.
+            with this `rounding` and `seed`. Of a group of more than 512 columns there are none, in
+            blocks of 64 of more than 256, of 128 of more than 128.
 
     Returns:
         dx, m×n as dx_hat, or `Quantized`; with `x` the pair (dx, dstep), the step's gradient by
@@ -472,12 +482,10 @@ def int4_quantize_backward(
         expect.shaped("x", x, (rows, n), dx_hat)
         expect.scalar("step", step, dx_hat)
         step = step.view(1)
-    seed = expect.rounding_seed(rounding, seed, "q", dx_hat) if out == "int8" else None
-    if out == "int8" and group * out_block <= MOST_IN_CODES:
+    if out == "int8":
+        seed = expect.rounding_seed(rounding, seed, "q", dx_hat)
         options = group, out_block, rounding
         found = _hadamard_quantize_backward_quantized(dx_hat, codes, slots, unit, seed, *options)
         return Quantized.of(found, "q", out_block)
     found = _hadamard_quantize_backward(dx_hat, codes, x, step, slots, unit, group)
-    if out == "int8":
-        return int8_quantize(found[0], block=out_block, rounding=rounding, seed=seed)
     return found[0] if x is None else tuple(found)

@@ -15,9 +15,11 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.machine_code import audit
-from jetfire.core.tensors import dtype_of
+from jetfire.core.problem import MOST_IN_CODES
+from jetfire.core.tensors import Quantized4, dtype_of
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
+from jetfire.ops import int4_quantize_backward, int8_quantize
 from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
 from jetfire.tests.audited import together
@@ -30,6 +32,8 @@ GRADIENTS = [
     for given in ("codes", "x")
     for gathered in (False, True)
 ]
+# A gradient in codes, as training makes it: of kept rows, rounded stochastically.
+CODES = {**GRADIENTS[1], "out": "int8", "rounding": "stochastic"}
 # Of each kind: groups of a thread, between lanes and between runs; one lane or many rows a warp.
 CONFIGS = (
     RowsConfig(8, 4, 32, 4),
@@ -39,6 +43,16 @@ CONFIGS = (
     RowsConfig(16, 1, 8, 2),
     RowsConfig(32, 1, 32, 4),
     RowsConfig(32, 1, 4, 16, prefetch=False),
+)
+# The same of codes, for the blocks that each has.
+OF_CODES = (
+    RowsConfig(16, 1, 16, 16, 2),
+    RowsConfig(16, 1, 4, 4, prefetch=False),
+    RowsConfig(8, 2, 8, 16, 2),
+    RowsConfig(32, 1, 4, 16, 1),
+    RowsConfig(32, 1, 16, 16, 1, prefetch=False),
+    RowsConfig(16, 2, 8, 16, 1),
+    RowsConfig(8, 4, 8, 8, 1),
 )
 
 
@@ -82,9 +96,85 @@ def test_gradients_are_bit_equal(device, kernel, fields, dtype):
         check(kernel, problem, OP.inputs(problem, device, data="heavy"))
 
 
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_codes_of_a_gradient_are_bit_equal(device, kernel, block, rounding):
+    fields = {"mode": "bwd", "out": "int8", "out_block": block, "rounding": rounding}
+    shapes = ((1, 2, 1), (33, 130, 2), (5, 512, 128), (70, 96, 32), (129, 1632, 32))
+    for (m, n, group), dtype in itertools.product(shapes, ("bf16", "fp16", "fp32")):
+        for gathered in (False, True):
+            problem = OP.Problem(m, n, group=group, dtype=dtype, gathered=gathered, **fields)
+            check(kernel, problem, OP.inputs(problem, device, data="heavy"))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_codes_of_a_gradient_are_those_of_the_gradient(device, dtype, gathered):
+    """As two calls make them, which round in between."""
+    problem = OP.Problem(70, 192, mode="bwd", dtype=dtype, gathered=gathered)
+    inputs = OP.inputs(problem, device, data="outlier")
+    given = {name: inputs[name] for name in ("slots", "unit") if gathered}
+    q = Quantized4(inputs["q"], None, torch.ones(1, device=device))
+    seed = torch.tensor([-3], device=device)
+    floats = int4_quantize_backward(inputs["dx_hat"], q=q, **given)
+    for block, rounding in itertools.product((32, 64, 128), ("nearest", "stochastic")):
+        expected = int8_quantize(floats, block=block, rounding=rounding, seed=seed)
+        options = {"out_block": block, "rounding": rounding, "seed": seed}
+        found = int4_quantize_backward(inputs["dx_hat"], q=q, **given, out="int8", **options)
+        assert found.block == block
+        assert torch.equal(found.q, expected.q)
+        assert torch.equal(found.scale, expected.scale)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_block_that_is_not_finite_has_codes_of_zero_and_no_other_has(device, kernel, value):
+    """3e38 is finite: its groups' sums are not."""
+    problem = OP.Problem(70, 256, **{**CODES, "gathered": False})
+    inputs = OP.inputs(problem, device)
+    for row, column in ((0, 0), (33, 255), (69, 130)):
+        bad = {**inputs, "dx_hat": inputs["dx_hat"].clone()}
+        bad["dx_hat"][row, column // 32 * 32 : column // 32 * 32 + 32] = value
+        bad["q"] = torch.zeros_like(inputs["q"])
+        check(kernel, problem, bad)
+        outputs = OP.poison(problem, OP.outputs(problem, bad))
+        launch(kernel, problem, kernel.default(problem, Device.of(bad["q"])), bad, outputs)
+        wrong = torch.zeros_like(outputs["dx_scale"], dtype=torch.bool)
+        wrong[row // 32, column // 32] = True
+        assert torch.equal(outputs["dx_scale"].isnan(), wrong)
+
+
+@pytest.mark.parametrize("unit", [0.0, 1.0, math.nan, math.inf])
+def test_codes_where_rows_were_dropped_and_the_gradient_was_not_finite(device, kernel, unit):
+    """NaN of a row that is not there reaches no block in which all of it is clipped.
+
+    Nor does that of what lies beyond the matrix: the last block of columns has half of its own.
+    """
+    for m, n, group in ((64, 96, 32), (37, 80, 16), (5, 130, 2)):
+        problem = OP.Problem(m, n, **{**CODES, "group": group})
+        inputs = OP.inputs(problem, device)
+        inputs["unit"].fill_(unit)
+        check(kernel, problem, inputs)
+        inputs["slots"].fill_(-1)
+        check(kernel, problem, inputs)
+        inputs["q"].fill_(0x77)  # two sevens
+        check(kernel, problem, inputs)
+        inputs["q"][0, 0] = 0
+        check(kernel, problem, inputs)
+
+
+def test_gradients_from_none_to_the_largest(device, kernel):
+    """Blocks below 2^-100 have no scale; where all are alike and negative codes are -127."""
+    problem = OP.Problem(64, 128, **{**CODES, "gathered": False, "group": 1, "dtype": "fp32"})
+    inputs = OP.inputs(problem, device)
+    inputs["q"].fill_(0)
+    for factor in (0.0, 2.0**-110, 2.0**-99, 1.0, 2.0**120):
+        check(kernel, problem, {**inputs, "dx_hat": inputs["dx_hat"].sign() * factor * 1.7})
+        check(kernel, problem, {**inputs, "dx_hat": torch.full_like(inputs["dx_hat"], -factor)})
+
+
 def test_inputs_stay_as_they_are(device, kernel):
     """One row of one group needs no transposition, and so might be worked on where it is."""
-    for fields in ({"layout": "both"}, *GRADIENTS):
+    for fields in ({"layout": "both"}, *GRADIENTS, CODES):
         problem = OP.Problem(1, 64, group=64, dtype="fp32", **fields)
         inputs = OP.inputs(problem, device)
         before = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -95,7 +185,7 @@ def test_inputs_stay_as_they_are(device, kernel):
 @pytest.mark.parametrize("before", [0, 1, 2, 4])
 def test_row_strided_views_of_every_alignment(device, kernel, before):
     """What lies around a view is NaN, so that an element too many shows."""
-    for fields in ({"layout": "both"}, *GRADIENTS):
+    for fields in ({"layout": "both"}, *GRADIENTS, CODES):
         problem = OP.Problem(33, 90, group=2, **fields)
         inputs = OP.inputs(problem, device)
         for name in {"x", "dx_hat"} & set(inputs):
@@ -212,9 +302,55 @@ def test_what_is_refused():
         ({"n": 96, "group": 48}, "group=48: expected one of 1, 2, 4, .*, 1024"),
         ({"n": 4096, "group": 2048}, "group=2048: expected one of 1, 2"),
         ({"n": 64, "layout": "q"}, "layout=q: expected packed or wide or both"),
+        ({"n": 64, "out": "int8"}, "out=int8 mode=fwd given=codes: expected mode=bwd given=codes"),
+        ({"n": 64, **GRADIENTS[2], "out": "int8"}, "out=int8 mode=bwd given=x: expected"),
+        ({"n": 64, "mode": "bwd", "out_block": 64}, "out_block=64 out=float: expected out=int8"),
+        ({"n": 64, "rounding": "stochastic"}, "rounding=stochastic out=float: expected out=int8"),
+        (
+            {"n": 1024, **CODES, "group": 512, "out_block": 64},
+            "group=512 out_block=64: expected a group of at most 256",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             OP.Problem.parse({"m": 4, **fields})
+
+
+def test_a_function_says_what_codes_of_a_gradient_need():
+    problem = OP.Problem(4, 64, mode="bwd")
+    inputs = OP.inputs(problem, torch.device("cpu"))
+    q, step = Quantized4(inputs["q"], None, torch.ones(1)), torch.ones(1)
+    for options, message in (
+        ({"q": q, "out": "int8"}, "seed: expected an int64 tensor of one element"),
+        ({"q": q, "out": "bf16"}, "out=bf16: expected float or int8"),
+        ({"q": q, "out": "int8", "rounding": "up"}, "rounding=up: expected nearest or stochastic"),
+        ({"q": q, "out": "int8", "out_block": 16}, "out_block=16: expected 32 or 64 or 128"),
+        (
+            {"x": inputs["dx_hat"], "step": step, "out": "int8"},
+            "out=int8 with x and step: expected q alone",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message):
+            int4_quantize_backward(inputs["dx_hat"], **options)
+
+
+def test_what_was_saved_before_there_were_codes_has_the_same_text():
+    fields = {"group", "dtype", "mode", "layout", "given", "gathered"}
+    assert set(OP.Problem(4, 64, mode="bwd").as_dict()) == {"m", "n", *fields}
+    codes = OP.Problem(4, 64, **CODES)
+    assert set(codes.as_dict()) == {"m", "n", *fields, "out", "out_block", "rounding"}
+    assert OP.Problem.parse(codes.as_dict()) == codes
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_a_peer_quantises_alike(block):
+    """To nearest, of which the peer's are the same but for ties and last places."""
+    fields = {**CODES, "rounding": "nearest", "out_block": block}
+    problem = OP.Problem(60, 128, dtype="fp32", **fields)
+    inputs = OP.inputs(problem, torch.device("cpu"))
+    expected = OP.reference(problem, inputs)
+    q, scale = OP.peers(problem, inputs)["eager"]()()
+    assert int((q.int() - expected["dx"].int()).abs().max()) <= 1
+    assert torch.allclose(scale, expected["dx_scale"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{"layout": "both"}, {"layout": "wide"}, *GRADIENTS], ids=str)
@@ -284,6 +420,10 @@ def loop_of(sass):
         (GRADIENTS[2], (9, 0), 34),
         (GRADIENTS[3], (8, 0), 37),
         (GRADIENTS[3], (9, 0), 37),
+        (CODES, (8, 0), 37),
+        (CODES, (9, 0), 36),
+        ({**CODES, "gathered": False}, (9, 0), 33),
+        ({**CODES, "rounding": "nearest"}, (9, 0), 28),
     ],
     ids=str,
 )
@@ -309,8 +449,14 @@ MOST = ({"layout": "both"}, GRADIENTS[3])  # that a config may have to hold
 
 def of_config(config):
     """The legal ones of its cases."""
-    device, group = target_device((9, 0)), min(config.tile, 1024)
-    problems = (OP.Problem(64, 2048, group=group, dtype="bf16", **fields) for fields in MOST)
+    device = target_device((9, 0))
+    problems = [
+        OP.Problem(64, 2048, group=min(config.tile, 1024), dtype="bf16", **fields)
+        for fields in MOST
+    ]
+    for block in (32, 64, 128):
+        group = min(config.tile, MOST_IN_CODES // block)
+        problems.append(OP.Problem(64, 2048, group=group, **CODES, out_block=block))
     return [(p, config) for p in problems if ROWS.legal(p, config, device) is None]
 
 
@@ -323,17 +469,18 @@ def of_any_rows(fields):
 
 @pytest.fixture(scope="module")
 def audits():
-    cases = [case for config in CONFIGS for case in of_config(config)]
-    return together(cubin_of, [*cases, *map(of_any_rows, MOST)])
+    cases = [case for config in (*CONFIGS, *OF_CODES) for case in of_config(config)]
+    return together(cubin_of, [*cases, *map(of_any_rows, (*MOST, CODES))])
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *OF_CODES], ids=str)
 def test_no_config_spills(audits, config):
+    assert of_config(config) or config in CONFIGS
     for case in of_config(config):
         assert audits[case].spills == 0, case
 
 
-@pytest.mark.parametrize("fields", MOST, ids=str)
+@pytest.mark.parametrize("fields", [*MOST, CODES], ids=str)
 def test_rows_that_lie_anywhere_do_not_spill(audits, fields):
     assert audits[of_any_rows(fields)].spills == 0
 
@@ -356,6 +503,7 @@ def test_legality_has_reasons():
     turing = dataclasses.replace(device, capability=(7, 5))
     grouped = OP.Problem(64, 2048, group=1024)
     gradient = OP.Problem(64, 2048, dtype="fp32", **GRADIENTS[3])
+    codes = OP.Problem(64, 2048, **CODES, out_block=64)
     for asked, where, fields, word in (
         (problem, turing, {}, "sm_80"),
         (problem, Device(kind="cpu"), {}, "sm_80"),
@@ -365,6 +513,8 @@ def test_legality_has_reasons():
         (grouped, device, {"lanes": 16}, "tiles of 512 columns: expected at least group=1024"),
         (gradient, device, {"warps": 8, "blocks": 4}, "registers"),
         (OP.Problem(1, 2**25), device, {}, "at most 16777216"),
+        (codes, device, {}, "4 rows: expected a multiple of out_block=64"),
+        (codes, device, {"lanes": 4, "warps": 8}, "32 columns to a run: expected a multiple of"),
     ):
         config = dataclasses.replace(RowsConfig(), **fields)
         assert word in ROWS.legal(asked, config, where), (fields, word)
@@ -383,6 +533,20 @@ def test_every_problem_has_a_legal_default_that_wastes_little():
                 assert ROWS.legal(problem, config, device) is None, problem
                 if group <= 32:
                     assert rows.idle(problem, config) <= n / 8, (problem, config)
+
+
+def test_every_problem_in_codes_has_a_legal_default():
+    device = target_device((9, 0))
+    if (reason := refused(OP.Problem(64, 64))) is not None:
+        pytest.skip(reason)
+    for n, block, dtype in itertools.product((64, 768, 4096), (32, 64, 128), ("bf16", "fp32")):
+        for group, gathered in itertools.product(GROUPS, (False, True)):
+            if n % group == 0 and group * block <= MOST_IN_CODES:
+                fields = {**CODES, "gathered": gathered, "out_block": block}
+                problem = OP.Problem(64, n, group=group, dtype=dtype, **fields)
+                config = ROWS.default(problem, device)
+                assert ROWS.legal(problem, config, device) is None, problem
+                assert config.rows == block
 
 
 def test_accesses_are_as_wide_as_rows_allow():
@@ -428,7 +592,34 @@ def test_every_config_group_and_ragged_size_is_bit_equal(device, kernel, fields)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fields", [{"layout": "both"}, *GRADIENTS], ids=str)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_codes_of_every_config_group_and_ragged_size_are_bit_equal(device, kernel, block, gathered):
+    cases, where = [], Device.parse(str(device))
+    groups = [group for group in GROUPS if group * block <= MOST_IN_CODES]
+    fields = {"mode": "bwd", "gathered": gathered, "out": "int8", "out_block": block}
+    for i, (config, group) in enumerate(itertools.product(OF_CODES, groups)):
+        sizes = [k * group for k in (1, 2, 3, 13, 101) if k * group % 2 == 0]
+        problem = OP.Problem(
+            (1, 37, 129, 1000)[i % 4],
+            sizes[i % len(sizes)],
+            group=group,
+            dtype=("bf16", "fp16", "fp32")[i % 3],
+            rounding=("nearest", "stochastic")[i % 2],
+            **fields,
+        )
+        if ROWS.legal(problem, config, where) is None:
+            cases.append((problem, config))
+    assert len(cases) >= (20, 8, 3)[(32, 64, 128).index(block)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda case: ROWS.cubins(*case, where.capability), cases))
+    for problem, config in cases:
+        for data in ("heavy", "nonfinite"):
+            check(kernel, problem, OP.inputs(problem, device, data=data), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{"layout": "both"}, *GRADIENTS, CODES], ids=str)
 def test_large_ones_are_bit_equal(device, kernel, fields):
     """Of more blocks than an H200 runs at once, and more than 2^31 bytes of gradient."""
     for m, n, group in ((8192, 8192, 32), (70000, 4096, 128), (16384, 768, 256)):
@@ -455,7 +646,7 @@ def test_more_than_two_to_the_31_elements(device, kernel):
 
 @pytest.mark.gpu
 def test_it_can_be_captured(device, kernel):
-    for fields in ({"layout": "both"}, GRADIENTS[3]):
+    for fields in ({"layout": "both"}, GRADIENTS[3], CODES):
         problem = OP.Problem(512, 768, **fields)
         inputs = OP.inputs(problem, device)
         config = kernel.default(problem, Device.parse(str(device)))

@@ -304,8 +304,6 @@ class RowsHadamardQuantize(CudaKernel):
             for config in _shapes(problem)
             if config.tile >= problem.group and parted(problem, config) is None
         ]
-        if not configs:  # `legal` says what is wrong with it
-            return RowsConfig()
         few = (config for config in configs if 8 * idle(problem, config) <= problem.n)
         config = next(few, min(configs, key=lambda config: idle(problem, config)))
         fitting = (
