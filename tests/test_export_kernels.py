@@ -140,6 +140,18 @@ CASES = [
         WgmmaConfig(3, 1, 192, 4, cluster_m=1),
     ),
     ("int4_gemm", "mma", gemm(out="int8", n=771), MmaConfig()),
+    (
+        "hadamard_quantize",
+        "rows",
+        columns(mode="bwd", out="int8", out_block=64, rounding="stochastic"),
+        RowsConfig(16, 1, 8, 16, 2),
+    ),
+    (
+        "hadamard_quantize",
+        "rows",
+        columns(n=2050, group=2, mode="bwd", out="int8"),
+        RowsConfig(8, 2, 8, 8, 1),
+    ),
 ]
 
 
@@ -398,6 +410,7 @@ PARAMETERS = {
     "int4_gemm": (104,),
     "forward": (72,),
     "backward": (88,),
+    "backward_codes": (88,),
     "tiles": (384,),
 }
 ELF = b"\x7fELF"

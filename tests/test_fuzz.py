@@ -490,6 +490,8 @@ def test_edges_are_inputs_like_the_others(name):
             fields = {k: v for k, v in drawn.items() if k in known and v is not None}
             if name in ("gemm", "int4_gemm"):
                 fields |= {"rounding": "nearest"} if name == "gemm" else {"bias": product is None}
+            if name == "hadamard_quantize":
+                fields |= {"rounding": "nearest", "out": "float"}
             problem = op.Problem.parse({**dict.fromkeys(op.dims, 256), **fields})
             inputs, changed = op.inputs(problem, cpu), set()
             for seed in range(8):
@@ -502,6 +504,17 @@ def test_edges_are_inputs_like_the_others(name):
             assert not changed & {"x", "a", "b", "q", "qt", "dy", "grad", "param"}
             assert all(key in changed for key in inputs if key.startswith("seed"))
             assert changed or name in ("column_sum", "dequantize", "measured_step", "transpose")
+
+
+def test_edges_of_a_gradient_in_codes_have_other_seeds_and_rows():
+    op = registry.get("hadamard_quantize")
+    fields = {"mode": "bwd", "gathered": True, "out": "int8", "rounding": "stochastic"}
+    problem = op.Problem(64, 96, **fields)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    found = [at_edges(op, problem, inputs, seed) for seed in range(8)]
+    for name in ("seed", "slots", "unit"):
+        assert any(not torch.equal(bits(one[name]), bits(inputs[name])) for one in found), name
+    assert all(torch.equal(one["q"], inputs["q"]) for one in found)
 
 
 def test_edges_of_targets_are_other_targets_in_32_bits():

@@ -32,8 +32,10 @@ NOTES = {
     "GATHERED": "a row's gradient is the sum of two rows'",
     "G_TYPE": "of dx_hat: 0 bf16, 1 fp16, 2 fp32",
     "G_BYTES": "of dx_hat, that one access reads",
-    "DX_TYPE": "of dx",
+    "DX_TYPE": "of dx, or of what its codes are made of",
     "DX_BYTES": "of dx, that one access writes",
+    "OUT_BLOCK": "side of the blocks of dx's codes",
+    "STOCHASTIC": "they are rounded stochastically, else to nearest",
 }
 
 
@@ -66,7 +68,8 @@ class RowsHost(Host):
             gradient = "dx_hat is the gradient to step·codes, which the product multiplied"
             if problem.given == "x":
                 return (f"{gradient}; dstep is the step's, row by row.",)
-            return packed, f"{gradient}."
+            codes = "dx in codes, quantised per block of OUT_BLOCK rows and columns."
+            return packed, f"{gradient}.", *([codes] if problem.out == "int8" else [])
         codes = [packed] if problem.layout != "wide" else []
         if problem.layout != "packed":
             codes.append("wide holds one code per byte, in its high half; the low one is 0.")
@@ -79,6 +82,7 @@ class RowsHost(Host):
     def values(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> dict[str, Any]:
         return {
             "backward": problem.mode == "bwd",
+            "function": self.codes(problem, config)[0].name,
             "given": "x" if problem.given == "x" else "q",
             "most_columns": rows.MOST_COLUMNS,
             # Bytes from row to row of what is read, in C.
