@@ -28,8 +28,14 @@ from jetfire.nn import (
 )
 from jetfire.nn import int4 as module_of_int4
 from jetfire.nn.int4 import SEARCHED
-from jetfire.nn.int4_gradient import MOST_TOKENS
-from jetfire.ops import int4_measured_step, int8_dequantize, int8_quantize
+from jetfire.nn.int4_gradient import MOST_TOKENS, Rounded, Split
+from jetfire.ops import (
+    int4_gather_rows,
+    int4_measured_step,
+    int4_quantize,
+    int8_dequantize,
+    int8_quantize,
+)
 from jetfire.reference import hadamard
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.measured_step import OF_RMS
@@ -188,6 +194,25 @@ def test_where_nothing_is_drawn_gradients_are_exact(group, kind):
     for x, g in ((token(), of_whole_codes(1, 48)), (outlying(130, 64), of_whole_codes(130, 48))):
         found, right = gradients_of(layer, x, g), Exact(layer, x).gradients(g)
         assert all(error_of(*both) < 5e-5 for both in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("how", ["sampled", "split", "nearest"])
+@pytest.mark.parametrize(("group", "block"), [(1, 32), (32, 32), (32, 128), (1024, 32)])
+def test_an_inputs_gradient_in_codes_is_quantised_of_its_floats(device, how, group, block):
+    """As two launches round, also where one makes both: of all but the widest groups."""
+    x, dy = torch.randn(70, 1024, device=device), torch.randn(70, 96, device=device).bfloat16()
+    w = torch.randn(96, 1024, device=device)
+    codes = int4_quantize(x, int4_measured_step(x), group=group)
+    wide = int4_quantize(w, int4_measured_step(w), group=group)
+    weight = int4_gather_rows(wide, transpose=True, wide=True)
+    split = Split.of(dy, how, torch.arange(3, device=device))
+    rounded = Rounded(block, torch.tensor([7], device=device))
+    floats = split.of_input(weight, codes, group, None)
+    found = split.of_input(weight, codes, group, rounded)
+    expected = int8_quantize(floats, block=block, rounding="stochastic", seed=rounded.seed)
+    assert found.block == expected.block
+    assert torch.equal(found.q, expected.q)
+    assert torch.equal(found.scale, expected.scale)
 
 
 def test_nearest_gradients_are_of_one_part_rounded_to_nearest():

@@ -68,8 +68,9 @@ class RowsHost(Host):
             gradient = "dx_hat is the gradient to step·codes, which the product multiplied"
             if problem.given == "x":
                 return (f"{gradient}; dstep is the step's, row by row.",)
-            codes = "dx in codes, quantised per block of OUT_BLOCK rows and columns."
-            return packed, f"{gradient}.", *([codes] if problem.out == "int8" else [])
+            if problem.out == "int8":
+                return packed, f"{gradient}; dx is codes, dx_scale the scale of each of its blocks."
+            return packed, f"{gradient}."
         codes = [packed] if problem.layout != "wide" else []
         if problem.layout != "packed":
             codes.append("wide holds one code per byte, in its high half; the low one is 0.")
