@@ -74,6 +74,8 @@ def _problems(op: Op) -> Iterator[Any]:
                 yield from _changed(op, usual, change)
                 together = next(_changed(op, together, change), together)
             yield together
+            if "out" in vars(usual):
+                yield from _changed(op, usual, {"out": "int8", "rounding": "stochastic"})
             if "out_block" in vars(usual):
                 yield from _changed(op, together, {"block": 64, "out_block": 32})
 

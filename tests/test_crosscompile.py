@@ -37,11 +37,20 @@ import gc, runpy
 gc.set_threshold(50_000)
 runpy.run_module("jetfire.bench.audit", run_name="__main__", alter_sys=True)
 """
-GEMM_VARIATIONS = (
-    {"block": 128},
-    {"out": "int8", "layout": "both", "rounding": "stochastic"},
-    {"out": "int8", "layout": "both", "rounding": "stochastic", "block": 128, "out_block": 32},
-)
+# Of ops that round only where they write codes; gemm's backward is two more products.
+ROUNDED = {"out": "int8", "rounding": "stochastic"}
+VARIATIONS_OF = {
+    "gemm": (
+        ("fwd", {"block": 128}),
+        ("fwd", {**ROUNDED, "layout": "both"}),
+        ("fwd", {**ROUNDED, "layout": "both", "block": 128, "out_block": 32}),
+    ),
+    "hadamard_quantize": (
+        ("fwd", {"layout": "both"}),
+        ("bwd", {**ROUNDED, "gathered": True}),
+        ("bwd", {**ROUNDED, "out_block": 128}),
+    ),
+}
 
 
 def problems(op, capability):
@@ -50,8 +59,8 @@ def problems(op, capability):
     if capability != (9, 0):
         return op.problems(op.modes[0], shape)
     found = [p for mode in op.modes for p in op.problems(mode, shape)]
-    if op.name == "gemm":  # whose backward is two more products
-        return found + [p for v in GEMM_VARIATIONS for p in op.problems("fwd", {**shape, **v})]
+    if variations := VARIATIONS_OF.get(op.name):
+        return found + [p for mode, v in variations for p in op.problems(mode, {**shape, **v})]
     for variation in VARIATIONS:
         fields = {k: v for k, v in variation.items() if k in op.Problem.__dataclass_fields__}
         found += [p for mode in op.modes for p in op.problems(mode, {**shape, **fields})]
