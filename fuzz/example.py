@@ -166,7 +166,7 @@ def traits(case: Example, outcome: Outcome) -> list[str]:
         "known reports": outcome.known > 0,
         "empty": case.empty,
         "ragged": any(size % max(block, 2) for size in dims),
-        "two blocks": "out_block" in case.problem,
+        "two blocks": {"block", "out_block"} <= case.problem.keys(),
         "whole": not any(size % 16 for size in dims),
         "one": 1 in dims,
         "tall": max(dims) >= min(TALL) - 1,

@@ -19,7 +19,11 @@ from jetfire.reference.quantize import quantize, spread
 
 CPU = torch.device("cpu")
 GELU = registry.get("gelu")
-NAMES = [n for n in registry.names() if "out_block" in registry.get(n).Problem.__annotations__]
+NAMES = [
+    name
+    for name in registry.names()
+    if {"block", "out_block"} <= registry.get(name).Problem.__annotations__.keys()
+]
 PAIRS = [(128, 32), (32, 128), (64, 32), (32, 64)]
 ALL = list(itertools.product((32, 64, 128), repeat=2))
 # GEMM's codes are an output among others; its backward is the same product.
