@@ -95,7 +95,7 @@ DEVICE void clamp(uint32_t (&codes)[ELEMENTS / 4]) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) backward_codes(const Arguments p) {
-  // Of a tile, of the one before it, and one of zeros for the next.
+  // Of a tile; of the next, which other warps may be at; of the one before, to be cleared.
   __shared__ Largest largest[3];
   const int lane = threadIdx.x % LANES, within = threadIdx.x / LANES;
   const int64_t row = int64_t(blockIdx.x) * ROWS + within;

@@ -1,4 +1,4 @@
-"""The row kernels' configuration, legality and launch: forward.cu, backward.cu, its codes'."""
+"""The row kernels' configuration, legality and launch: forward.cu, backward.cu and its codes."""
 
 from __future__ import annotations
 
