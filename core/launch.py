@@ -65,13 +65,16 @@ def in_turn(op: Op, problem: Any, device: Device) -> list[Kernel]:
 def _fastest(
     op: Op, problem: Any, device: Device, kernel: Kernel, found: Found
 ) -> tuple[Kernel, Found]:
-    """Return the kernel, or where it was tuned for exactly this problem the fastest of these."""
+    """Return the kernel, or where it was tuned for exactly this problem the fastest of these.
+
+    Times are compared that one GPU has.
+    """
     if found.entry is None or found != profiles.known(op, kernel, problem, device):
         return kernel, found
     best = found.entry
     for other in registry.kernels(op.name).values():
-        rival = profiles.known(op, other, problem, device)
-        if rival and rival.entry and rival.entry.gpu == best.gpu and rival.entry.ms < best.ms:
+        rival = profiles.known(op, other, problem, device, best.gpu)
+        if rival and rival.entry and rival.entry.ms < best.ms:
             kernel, found, best = other, rival, rival.entry
     return kernel, found
 

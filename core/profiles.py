@@ -368,13 +368,21 @@ def exact(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found | None:
     return found if found and found.source == "tuned" else None
 
 
-def known(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found | None:
+def known(
+    op: Op, kernel: Kernel, problem: Any, device: Device, gpu: str | None = None
+) -> Found | None:
     """Return what `exact` does, else what was tuned on another device of the architecture.
 
     An H100 has an H200's multiprocessors, and few profiles of its own are shipped for it. The
     source of what is another's is ``nearest``.
+
+    Args:
+        gpu: where it is to have been tuned; None for any device.
     """
-    return next(_candidates(op, kernel, problem, device, EXACT), None)
+    for found in _candidates(op, kernel, problem, device, EXACT):
+        if gpu is None or (found.entry is not None and found.entry.gpu == gpu):
+            return found
+    return None
 
 
 def find(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:

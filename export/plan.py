@@ -162,28 +162,43 @@ def _fastest(
 ) -> tuple[Kernel, list[Found]]:
     """Return the fastest in all of the kernels tuned for all problems, and what lookups give.
 
-    Without one it is the first in their order that has configs of near problems, whose times do
-    not compare.
+    Times are compared that one GPU has: where an architecture is asked for, that of the GPU on
+    which most kernels were tuned. Without one it is the first kernel in their order that has
+    configs of near problems, whose times do not compare.
     """
-    times: dict[str, float] = {}
     lookups: dict[str, list[Found]] = {}
     for kernel in kernels.values():
         # An export can hold one in CUDA C++ only with its host code.
-        if not (isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)):
-            continue
-        found = [profiles.find(op, kernel, problem, device) for problem in problems]
-        entries = [f.entry for f in found if f.entry is not None]
-        exact = all(f.source == "tuned" for f in found)
-        if len(entries) == len(found):
-            times[kernel.name] = sum(e.ms for e in entries) if exact else float("inf")
-            lookups[kernel.name] = found
-    if not times:
+        if isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op):
+            found = [profiles.find(op, kernel, problem, device) for problem in problems]
+            if all(f.entry is not None for f in found):
+                lookups[kernel.name] = found
+    if not lookups:
         raise UsageError(
             f"{op.name} on {device.name}: no kernel has a profile for {problems[0]}; tune it: "
             f"{command_for(op, problems[0])}"
         )
-    fastest = min(times, key=lambda name: times[name])
-    return kernels[fastest], lookups[fastest]
+    looked_up = [f for found in lookups.values() for f in found if f.source == "tuned"]
+    gpus = dict.fromkeys(f.entry.gpu for f in looked_up if f.entry is not None)
+    tuned = [_tuned_on(gpu, op, [kernels[n] for n in lookups], problems, device) for gpu in gpus]
+    comparable = max(tuned, key=len, default={})
+    if not comparable:
+        first = next(iter(lookups))
+        return kernels[first], lookups[first]
+    fastest = min(comparable, key=lambda name: sum(e.entry.ms for e in comparable[name] if e.entry))
+    return kernels[fastest], comparable[fastest]
+
+
+def _tuned_on(
+    gpu: str, op: Op, kernels: Sequence[Kernel], problems: Sequence[Any], device: Device
+) -> dict[str, list[Found]]:
+    """Return what lookups give of the kernels that were tuned for all problems on a GPU."""
+    found = {k.name: [profiles.known(op, k, p, device, gpu) for p in problems] for k in kernels}
+    return {
+        name: [f for f in of_kernel if f is not None]
+        for name, of_kernel in found.items()
+        if None not in of_kernel
+    }
 
 
 def _check_exportable(op: Op, kernels: Mapping[str, Kernel]) -> None:
