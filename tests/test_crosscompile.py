@@ -37,13 +37,17 @@ import gc, runpy
 gc.set_threshold(50_000)
 runpy.run_module("jetfire.bench.audit", run_name="__main__", alter_sys=True)
 """
-# Of ops that round only where they write codes; gemm's backward is two more products.
+# Of ops that round or have blocks only where they write codes; a product's backward is two more.
 ROUNDED = {"out": "int8", "rounding": "stochastic"}
 VARIATIONS_OF = {
     "gemm": (
         ("fwd", {"block": 128}),
         ("fwd", {**ROUNDED, "layout": "both"}),
         ("fwd", {**ROUNDED, "layout": "both", "block": 128, "out_block": 32}),
+    ),
+    "int4_gemm": (
+        ("fwd", {"out": "int8", "operands": "wide", "bias": True}),
+        ("fwd", {"out": "int8", "out_block": 128}),
     ),
     "hadamard_quantize": (
         ("fwd", {"layout": "both"}),
