@@ -30,13 +30,13 @@ DEVICE = target_device((9, 0))
 PROBLEM = registry.get("quantize").Problem.parse({"m": 256, "n": 256, "block": 32})
 
 
-def identity():
-    space = Space.of(KERNEL, PROBLEM, DEVICE, {})
+def identity(**limits):
+    space = Space.of(KERNEL, PROBLEM, DEVICE, limits)
     return Identity(KERNEL, PROBLEM, DEVICE, space, "time", "normal")
 
 
-def opened(storage, strategy="random", trial_s=0.0):
-    known = identity()
+def opened(storage, strategy="random", trial_s=0.0, **limits):
+    known = identity(**limits)
     return Study(known, STRATEGIES[strategy](known.space, 0, (), trial_s), storage, print, {})
 
 
@@ -93,8 +93,11 @@ def test_a_trial_that_another_tuner_gave_up_stays_so(tmp_path, database, outcome
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_only_what_lacked_time_is_asked_again(tmp_path, strategy):
-    storage = str(tmp_path / "s.journal")
-    study = opened(storage, strategy, 1.0)
+    def of(trial_s):
+        few = {"registers": ["255"], "warps": ["2", "4"]}
+        return opened(str(tmp_path / "s.journal"), strategy, trial_s, **few)
+
+    study = of(1.0)
     short = Measurement("timeout", seconds=1.1, limit=1.0)
     fates = {0: short, 1: Measurement("crash"), 2: Measurement("timeout", seconds=130.0)}
     tried = {}
@@ -103,15 +106,15 @@ def test_only_what_lacked_time_is_asked_again(tmp_path, strategy):
         tried[number] = config
         study.finish(number, config, fates.get(number, Measurement("ok", 1.0 + number)))
     count = len(tried)
-    assert opened(storage, strategy, 1.0).exhausted()
-    longer = opened(storage, strategy, 2.0)
+    assert of(1.0).exhausted()
+    longer = of(2.0)
     assert (longer.taken(), longer.exhausted()) == (count - 1, False)
     number, config = longer.ask()
     assert config == tried[0]
     longer.finish(number, config, dataclasses.replace(short, limit=2.0))
     assert longer.exhausted()
     assert longer.taken() == count
-    assert not opened(storage, strategy, 3.0).exhausted()
+    assert not of(3.0).exhausted()
 
 
 def test_other_errors_of_a_trial_are_not_hidden(tmp_path, monkeypatch):
