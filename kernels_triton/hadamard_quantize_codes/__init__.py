@@ -110,8 +110,8 @@ class TritonHadamardQuantizeCodes(TritonKernel):
         transforms = config.tile_m * config.tile_n // size
         if reason is None and transforms < 16:
             return f"{transforms} transforms in a tile: expected at least 16, of a matrix product"
-        # A row's sum is then of warps that share a transform and of warps that share a row of them,
-        # with others between in number: on an H100 Triton 3.6 adds it up wrongly.
+        # With more, two warps share each transform, and the warps of one row of the tile have no
+        # neighbouring numbers. Triton 3.6 then adds up a row's squares wrongly, on an H100.
         most = transforms // 16  # warps, of a product's 16 rows each
         if reason is None and config.tile_n > 16 * size and config.warps > most:
             return f"warps={config.warps}: expected at most {most} for {transforms} transforms"
