@@ -691,6 +691,16 @@ def test_the_fastest_is_chosen_of_kernels_tuned_for_a_problem(monkeypatch):
     assert choose(GEMM, gemm(), H200)[0].name == "second"
 
 
+def test_times_are_compared_that_one_gpu_has(monkeypatch):
+    """Of an architecture both GPUs' are known, of the slower one for the second kernel alone."""
+    kernels = {name: Toy(name) for name in ("first", "second")}
+    monkeypatch.setattr(registry, "kernels", lambda _: kernels)
+    save_for(H100, entry(gemm(), kernel="second", ms=3.0))
+    save(entry(gemm(), kernel="first", ms=2.0), entry(gemm(), kernel="second", ms=1.0, tile=4))
+    kernel, config = choose(GEMM, gemm(), target_device((9, 0)))
+    assert (kernel.name, config.tile) == ("second", 4)
+
+
 def test_a_candidate_runs_where_it_was_tuned_and_no_other_kernel_is_known_as_faster(monkeypatch):
     kernels = {name: Toy(name) for name in ("candidate", "first")}
     kernels["candidate"].candidate = True
