@@ -289,8 +289,11 @@ class Op(ABC):
     # Edge cases.
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return randomly drawn fields with sizes that go together, where few would by chance."""
-        return dict(fields)
+        """Return randomly drawn fields, changed so that they go together: few would by chance.
+
+        Without codes there are no fields of codes. An op changes its sizes, too, where it must.
+        """
+        return self.Problem.without_codes(fields)
 
     def edges(self, problem: Any, inputs: Tensors, rng: Random) -> Tensors:
         """Return extreme values for inputs other than the matrices, to replace the usual ones.

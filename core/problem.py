@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from jetfire.core.errors import UsageError, unknown
 
@@ -29,8 +29,16 @@ Rounding = Literal["nearest", "stochastic"]
 AS_READ: Any = None
 # The most in a matrix, and so the largest size: no device holds more, and bytes fit in an int64.
 MOST_ELEMENTS = 2**40
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of a class's fields by name."""
+    hints = get_type_hints(cls)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
 # Cached: it takes 0.1 ms, and a training's first step makes dozens of problems, a profile hundreds.
-hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+hints_of: Callable[[type], dict[str, Any]] = cache(_hints)
 
 
 def is_size(annotation: Any) -> bool:
@@ -74,8 +82,12 @@ class Problem:
     ``m`` and ``n`` are the rows and columns of the op's output (or of its only shape). ``block`` is
     the side of the blocks of the codes that it reads. An op that also writes codes may have, after
     it, ``out_block``: the side of theirs, by default `AS_READ`; one that reads none has it alone.
+
+    Attributes:
+        of_codes: fields that have a meaning only where ``out`` is int8.
     """
 
+    of_codes: ClassVar[tuple[str, ...]] = ()
     m: int
     n: int
 
@@ -103,12 +115,19 @@ class Problem:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, without an `out_block` that is what `block` is.
 
-        So what was saved before there was the field has the same text, and the same hash.
+        Those of codes are there only where codes are written. So what was saved before there were
+        such fields has the same text, and the same hash.
         """
-        fields = dataclasses.asdict(self)
+        fields = self.without_codes(dataclasses.asdict(self))
         if "out_block" in fields and fields["out_block"] == fields.get("block"):
             del fields["out_block"]
         return fields
+
+    @classmethod
+    def without_codes(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields by name without those in `of_codes`, unless `out` says int8."""
+        codes = fields.get("out") == "int8"
+        return {name: value for name, value in fields.items() if codes or name not in cls.of_codes}
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.as_dict().items())

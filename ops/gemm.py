@@ -50,6 +50,7 @@ class GemmProblem(Problem):
     A times values of B of 2^118 on) C is ±Inf or NaN.
     """
 
+    of_codes: ClassVar[tuple[str, ...]] = ("out_block",)
     k: int
     block: Block = 32
     out_block: Block = AS_READ
@@ -187,11 +188,6 @@ class Gemm(StandardOp):
 
     def edges(self, problem: GemmProblem, inputs: Tensors, rng: Random) -> Tensors:
         return products.edges_of(rng, inputs)
-
-    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields without the block of codes where none are written."""
-        codes = fields.get("out") == "int8"
-        return {name: v for name, v in fields.items() if codes or name != "out_block"}
 
     def timed(self) -> list[Timed]:
         """Return 8192³ with each output, ragged, as wgrad; models, squares, few rows; schedules."""

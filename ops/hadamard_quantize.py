@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
@@ -77,6 +77,7 @@ class HadamardQuantizeProblem(Problem):
     are 0: so backward clips nothing, and dstep is 0.
     """
 
+    of_codes: ClassVar[tuple[str, ...]] = ("out", "out_block", "rounding")
     group: Group = 32
     dtype: FloatName = "bf16"
     mode: Mode = "fwd"
@@ -103,15 +104,6 @@ class HadamardQuantizeProblem(Problem):
                 f"group={self.group} out_block={self.out_block}: expected a group of at most {most}"
             )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name; without those of codes that are written, where none are.
-
-        So what was saved before there were these fields has the same text.
-        """
-        fields = super().as_dict()
-        of_codes = () if self.out == "int8" else ("out", "out_block", "rounding")
-        return {name: value for name, value in fields.items() if name not in of_codes}
-
 
 class HadamardQuantize(StandardOp):
     name = "hadamard_quantize"
@@ -129,11 +121,9 @@ class HadamardQuantize(StandardOp):
         return super().problems(mode, {**floats, **fields})
 
     def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whole groups; codes alone have a block and a rounding."""
-        codes = fields.get("out") == "int8"
-        fields = {k: v for k, v in fields.items() if codes or k not in ("out_block", "rounding")}
+        """Return whole groups."""
         unit = max(2, fields["group"])
-        return {**fields, "n": ceil_div(fields["n"], unit) * unit}
+        return {**super().fitted(fields), "n": ceil_div(fields["n"], unit) * unit}
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         """Return q with any scale: a backward reads none of it."""

@@ -48,6 +48,7 @@ class Int4GemmProblem(Problem):
     ``out="int8"``, of `fwd` alone: codes of C, rounded to nearest in blocks of `out_block`.
     """
 
+    of_codes: ClassVar[tuple[str, ...]] = ("out_block",)
     k: int
     operands: Operands = "packed"
     product: Product = "fwd"
@@ -72,11 +73,6 @@ class Int4GemmProblem(Problem):
             )
         if self.k > (most := MOST_K[self.product]):
             raise UsageError(f"k={self.k}: expected at most {most} for sums in 32 bits")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, without an `out_block` where no codes are written."""
-        codes = self.out == "int8"
-        return {name: v for name, v in vars(self).items() if codes or name != "out_block"}
 
     @property
     def shifted(self) -> bool:
@@ -253,11 +249,6 @@ class Int4Gemm(StandardOp):
     def exported(self) -> list[Exported]:
         problem = {"m": 4608, "n": 5120, "k": 6144, "operands": "packed"}
         return [Exported("wgmma", problem, ("cuda",), turn=2)]
-
-    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields without the block of codes where none are written."""
-        codes = fields.get("out") == "int8"
-        return {name: v for name, v in fields.items() if codes or name != "out_block"}
 
     def peers(self, problem: Int4GemmProblem, inputs: Tensors) -> dict[str, Factory]:
         """Return products as large as what is counted, without the sampling."""
