@@ -48,6 +48,11 @@ class SampleRowsProblem(Problem):
         """The products that rows are drawn for."""
         return ("dgrad", "wgrad") if self.product == "both" else (self.product,)
 
+    @property
+    def sampled(self) -> bool:
+        """Whether rows are drawn by their weights; else all that are not zero are kept."""
+        return self.keep == "half" and self.parts == 2
+
     def room(self, product: Product) -> int:
         """Return how many rows there is room for in a product's outputs."""
         return capacity(self.m, self.parts, product, self.keep)

@@ -1,6 +1,7 @@
 """sample_rows: the reference against what it must be, kernels against the reference to the bit."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -25,6 +26,7 @@ from jetfire.reference.sample_rows import (
 
 OP = registry.get("sample_rows")
 KERNEL = registry.get_kernel("sample_rows", "triton")
+CLUSTER = registry.get_kernel("sample_rows", "cluster")
 TORCH = registry.get_kernel("sample_rows", "torch")
 CPU = torch.device("cpu")
 PRODUCTS = ("dgrad", "wgrad")
@@ -32,15 +34,18 @@ EACH = (*PRODUCTS, "both")
 SEED = torch.tensor([11])
 
 
-def check(problem, inputs, config=None):
+def check(problem, inputs, *configs):
+    """Look at Triton's kernel with these configs, and at what else runs on the device."""
     device = Device.of(inputs["squares"])
     expected = OP.reference(problem, inputs)
-    config = config or KERNEL.default(problem, device)
-    result = verify(OP, KERNEL, problem, config, inputs, expected)
-    assert result.ok, f"{problem}, {config}: {result.message}"
-    if device.kind == "cpu":
-        result = verify(OP, TORCH, problem, TORCH.Config(), inputs, expected)
-        assert result.ok, f"{problem}, torch: {result.message}"
+    tried = [(KERNEL, config) for config in configs or (KERNEL.default(problem, device),)]
+    for other in (CLUSTER, TORCH):
+        config = other.default(problem, device)
+        if other.legal(problem, config, device) is None:
+            tried.append((other, config))
+    for kernel, config in tried:
+        result = verify(OP, kernel, problem, config, inputs, expected)
+        assert result.ok, f"{problem}, {kernel.name}, {config}: {result.message}"
     return expected
 
 
@@ -224,8 +229,8 @@ def test_both_draws_are_those_of_each_product(device, parts, keep, m):
 def test_every_config_draws_the_same(device, product):
     problem = OP.Problem(140, product=product)
     inputs = OP.inputs(problem, device, data="heavy")
-    for tile, rows, warps in [(128, 128, 1), (256, 128, 4), (512, 256, 8), (512, 1024, 32)]:
-        check(problem, inputs, KERNEL.Config(tile, rows, warps))
+    shapes = [(128, 128, 1), (256, 128, 4), (512, 256, 8), (512, 1024, 32)]
+    check(problem, inputs, *(KERNEL.Config(*shape) for shape in shapes))
 
 
 @pytest.mark.parametrize("product", EACH)
@@ -322,7 +327,23 @@ def test_what_is_refused():
     ):
         assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
     assert "int32" in KERNEL.legal(OP.Problem(1 << 31), KERNEL.Config(), h200)
-    assert KERNEL.legal(problem, KERNEL.Config(), target_device((8, 0))) is None
+    a100 = target_device((8, 0))
+    assert KERNEL.legal(problem, KERNEL.Config(), a100) is None
+    assert CLUSTER.legal(problem, CLUSTER.Config(), a100) == CLUSTER.needs
+    assert "cluster=16" in CLUSTER.legal(problem, CLUSTER.Config(cluster=16), h200)
+    assert CLUSTER.legal(OP.Problem(65536), CLUSTER.Config(), h200) is None
+    assert (
+        CLUSTER.legal(OP.Problem(65537), CLUSTER.Config(), h200)
+        == "131074 rows: expected at most 131072, 16 to a thread"
+    )
+
+
+def test_a_thread_of_a_cluster_has_a_power_of_two_of_rows():
+    rows = [CLUSTER.Config(2, 4).rows(total) for total in (0, 1, 256, 257, 512, 513, 4096)]
+    assert rows == [1, 1, 1, 2, 2, 4, 16]
+    h200 = target_device((9, 0))
+    chosen = [CLUSTER.default(OP.Problem(m), h200) for m in (1, 1024, 2048, 8192, 65536)]
+    assert [(c.cluster, c.warps) for c in chosen] == [(8, 4), (8, 4), (8, 8), (8, 32), (8, 32)]
 
 
 @pytest.mark.parametrize(("parts", "keep"), [(2, "half"), (2, "all"), (1, "half")])
@@ -378,17 +399,40 @@ def test_both_draws_of_whole_layers_are_those_of_each_product(device, parts, kee
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "keep"), [(2, "half"), (2, "all"), (1, "half")])
 @pytest.mark.parametrize("product", EACH)
-def test_replays_in_a_graph_with_new_seeds(device, product):
+@pytest.mark.parametrize("m", [1, 1000, 1024, 8192])
+def test_every_cluster_draws_the_same(device, product, m, parts, keep):
+    if torch.cuda.get_device_capability() < CLUSTER.least:
+        pytest.skip(CLUSTER.needs)
+    problem = OP.Problem(m, parts=parts, keep=keep, product=product)
+    inputs = OP.inputs(problem, device, data="heavy")
+    expected = OP.reference(problem, inputs)
+    tried = 0
+    for values in itertools.product(*CLUSTER.choices.values()):
+        config = CLUSTER.Config(*values)
+        if CLUSTER.legal(problem, config, Device.of(inputs["squares"])) is None:
+            result = verify(OP, CLUSTER, problem, config, inputs, expected)
+            assert result.ok, f"{config}: {result.message}"
+            tried += 1
+    assert tried >= 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [KERNEL, CLUSTER], ids=["triton", "cluster"])
+@pytest.mark.parametrize("product", EACH)
+def test_replays_in_a_graph_with_new_seeds(device, product, kernel):
     problem = OP.Problem(3000, product=product)
     inputs = OP.inputs(problem, device, data="heavy")
     outputs = OP.outputs(problem, inputs)
-    config = KERNEL.default(problem, Device.of(inputs["squares"]))
-    launch(KERNEL, problem, config, inputs, outputs)
+    config = kernel.default(problem, Device.of(inputs["squares"]))
+    if reason := kernel.legal(problem, config, Device.of(inputs["squares"])):
+        pytest.skip(reason)
+    launch(kernel, problem, config, inputs, outputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(KERNEL, problem, config, inputs, outputs)
+        launch(kernel, problem, config, inputs, outputs)
     for seed in (1, 2, 3):
         inputs["seed"].copy_(seed + torch.arange(len(inputs["seed"])))
         OP.poison(problem, outputs)

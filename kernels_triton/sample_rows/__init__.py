@@ -382,7 +382,7 @@ class TritonSampleRows(TritonKernel):
     def launches(
         self, problem: Any, config: SampleRowsConfig, device: Device
     ) -> tuple[Launch, ...]:
-        total, sampled, products = problem.parts * problem.m, _sampled(problem), problem.products
+        total, sampled, products = problem.parts * problem.m, problem.sampled, problem.products
         given: dict[str, Any] = {"TOTAL": total, **EXACT}
         drawn = {
             "ROOM": problem.room(products[0]),
@@ -406,15 +406,10 @@ class TritonSampleRows(TritonKernel):
         self, problem: Any, config: SampleRowsConfig, inputs: Tensors, outputs: Tensors
     ) -> Mapping[str, Any]:
         w = squares = inputs["squares"]
-        if _sampled(problem):
+        if problem.sampled:
             count = len(problem.products) * problem.parts * problem.m
             w = torch.empty(count, dtype=torch.int32, device=squares.device)
         return {**inputs, **outputs, "w": w}
-
-
-def _sampled(problem: Any) -> bool:
-    """Return whether rows are drawn by their weights; else all are kept."""
-    return bool(problem.keep == "half" and problem.parts == 2)
 
 
 KERNELS = (TritonSampleRows(),)
