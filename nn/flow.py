@@ -255,7 +255,7 @@ class _Enter(torch.autograd.Function):
         dx, *parts = grads
         if cos is not None:
             parts[:2] = (rotary_embedding(part, cos, sin, inverse=True) for part in parts[:2])
-        g = side_by_side(parts, block, seeds[0:1])
+        g = side_by_side(parts, block, seeds[0:1], "both")
         del parts
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
@@ -346,7 +346,7 @@ class _Leave(torch.autograd.Function):
         def gradients(g: Quantized, xt: Quantized, index: int) -> tuple[Tensor | None, ...]:
             return _gradients(g, xt, ctx.weights[index], wanted[index], setting)
 
-        g = None if ctx.handoff is None else ctx.handoff.take(dx, block)
+        g = None if ctx.handoff is None else ctx.handoff.take(dx, "both", block)
         if g is None:
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
@@ -492,14 +492,14 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     return Quantized(q, scale, qt, scale_t, parts[0].block)
 
 
-def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor) -> Quantized:
+def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor, layout: Layout) -> Quantized:
     """Return the codes of the gradients of query, key and value as those of one matrix."""
     dq, dk, dv = parts
     if dq.shape == dk.shape == dv.shape:  # compared, not hashed: sizes may be symbols
         return int8_quantize_qkv(
-            dq, dk, dv, block=block, rounding="stochastic", layout="both", seed=seed
+            dq, dk, dv, block=block, rounding="stochastic", layout=layout, seed=seed
         )
-    return quantised_gradient(torch.cat(list(parts), dim=1), block, seed)
+    return quantised_gradient(torch.cat(list(parts), dim=1), block, seed, layout)
 
 
 def _gradients(

@@ -25,7 +25,7 @@ from torch import nn
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.once import once_differentiable
-from jetfire.core.problem import Block, Codes, FloatName, Group
+from jetfire.core.problem import Block, Codes, FloatName, Group, Layout
 from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
@@ -71,6 +71,11 @@ class Int4Setting(NamedTuple):
             flow: of what flows between products.
         """
         return GRADIENT_BLOCK if self.gradient == "int8" else flow
+
+    @property
+    def layout(self) -> Layout:
+        """What a product reads of its output's gradient as codes: parts are made of them alone."""
+        return "both" if self.gradient == "int8" else "q"
 
 
 class Int4Product(NamedTuple):
@@ -181,8 +186,8 @@ def multiply_backward(
     """Return the gradients of a product's input and of each field of `Int4Product`.
 
     Args:
-        dy: of its output, m×n: floats, of which the input's has the dtype; or codes with those of
-            the transpose, in blocks as `Int4Setting.block` says, then it is bf16.
+        dy: of its output, m×n: floats, of which the input's has the dtype; or codes in the layout
+            and blocks that the setting says, then it is bf16.
         wants_x, wants: whether each of them is wanted; None is returned for those that are not.
         rounded: makes the input's gradient codes.
     """

@@ -108,20 +108,22 @@ class _Norm(NamedTuple):
         flow: _Flow,
         seed: Tensor,
         before: Handoff | None,
-        block: Block,
+        setting: Int4Setting,
     ) -> tuple[Tensor | None, ...]:
         """Return the stream's gradient through the norm and past it, and those of its fields.
 
         Args:
             dh: of its output; dx: of the stream past it.
-            before: has the codes of the stream's gradient, in such blocks; None if nobody takes
-                them.
+            before: has the codes of the stream's gradient; None if nobody takes them.
+            setting: says how these lie.
         """
         assert self.mean is not None
         assert self.rstd is not None
         s = Quantized(self.q, self.scale, block=flow.side)
         rows = self.weight, self.mean, self.rstd
-        more: dict[str, Any] = {"layout": "both", "out_block": block} if before else {}
+        more: dict[str, Any] = {}
+        if before is not None:
+            more = {"layout": setting.layout, "out_block": setting.block(flow.side)}
         dx, codes, dweight, dbias = int8_layernorm_add_backward(
             s, dh, *rows, dx.contiguous(), seed=seed, **more
         )
@@ -157,12 +159,12 @@ class _Enter(torch.autograd.Function):
         (dx, *parts), flow = grads, ctx.flow
         seeds, *saved = ctx.saved_tensors
         norm, kept = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM:])
-        block = ctx.setting.block(flow.side)
-        dy = side_by_side(parts, block, seeds[0:1])
+        setting = ctx.setting
+        dy = side_by_side(parts, setting.block(flow.side), seeds[0:1], setting.layout)
         wants = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
         rounded = Rounded(flow.side, seeds[1:2])
-        dh, *of_product = multiply_backward(dy, kept, ctx.setting, True, wants, rounded)
-        of_norm = norm.backward(dh, dx, flow, seeds[2:3], ctx.before, block)
+        dh, *of_product = multiply_backward(dy, kept, setting, True, wants, rounded)
+        of_norm = norm.backward(dh, dx, flow, seeds[2:3], ctx.before, setting)
         return None, None, None, *of_norm, *of_product
 
 
@@ -195,12 +197,12 @@ def _of_branch(
         setting: of the product whose output it is.
     """
     block = GRADIENT_BLOCK if setting.gradient == "int8" else None  # parts are made of any
-    g = None if handoff is None else handoff.take(dx, block)
+    g = None if handoff is None else handoff.take(dx, setting.layout, block)
     if not flow.dropout:
         return dx if g is None else g
     if g is None:
         g = quantised_gradient(dx, setting.block(flow.side), seeds[1:2], "q")
-    return int8_dropout_backward(g, seeds[0:1], p=flow.dropout, layout="both")
+    return int8_dropout_backward(g, seeds[0:1], p=flow.dropout, layout=setting.layout)
 
 
 class _Projected(torch.autograd.Function):
@@ -277,18 +279,19 @@ class _Mlp(torch.autograd.Function):
         f = Quantized(q, scale, block=flow.side)
         kept2 = keep(int8_gelu(f), product2)
         first, second = ctx.settings
-        block = first.block(flow.side)
         rounded = Rounded(flow.side, seeds[0:1])
         dy = _of_branch(dx, flow, ctx.after, of_add, second)
         g, *of_second = multiply_backward(dy, kept2, second, True, wants2, rounded)
         del kept2, dy
-        more: dict[str, Any] = {"seed": seeds[1:2], "out_block": block}
-        df = int8_gelu_backward(f, g, layout="both", inplace=True, **more)
+        # Where a transpose is written, the codes take the place of g's.
+        more: dict[str, Any] = {"layout": first.layout, "inplace": first.layout == "both"}
+        block = first.block(flow.side)
+        df = int8_gelu_backward(f, g, seed=seeds[1:2], out_block=block, **more)
         del g
         rounded = Rounded(flow.side, seeds[2:3])
         dh, *of_first = multiply_backward(df, kept1, first, True, wants1, rounded)
         del df
-        of_norm = norm.backward(dh, dx, flow, seeds[3:4], ctx.before, block)
+        of_norm = norm.backward(dh, dx, flow, seeds[3:4], ctx.before, first)
         return *[None] * 5, *of_norm, *of_first, *of_second
 
 

@@ -259,14 +259,19 @@ class Handoff:
     def put(self, gradient: torch.Tensor, codes: Quantized) -> None:
         self._gradient, self._version, self._codes = gradient, gradient._version, codes
 
-    def take(self, gradient: torch.Tensor, block: Block | None = None) -> Quantized | None:
+    def take(
+        self, gradient: torch.Tensor, layout: Layout, block: Block | None = None
+    ) -> Quantized | None:
         """Return this gradient's codes, once; None where it is another, or a hook changed it.
 
         It may come as a view in another shape: the memory tells, which nobody else has meanwhile.
 
+        None is returned, too, where codes do not suit the reader, as one of another recipe leaves
+        them.
+
         Args:
-            block: None is returned, too, where codes are in other blocks, as the reader of another
-                recipe leaves them; any will do without it.
+            layout: what is read: "q", or "both" with the transpose.
+            block: the side of the blocks that are read; any will do without it.
         """
         known = self._gradient
         same = known is not None and (
@@ -275,8 +280,9 @@ class Handoff:
         )
         codes = self._codes if same else None
         self._gradient = self._codes = None
-        fits = codes is None or block is None or codes.block == block
-        return codes if fits else None
+        if codes is None or (block is not None and codes.block != block):
+            return None
+        return None if layout == "both" and codes.qt is None else codes
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

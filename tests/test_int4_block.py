@@ -273,17 +273,19 @@ def test_codes_of_the_stream_s_gradient_are_made_once(device, monkeypatch, name)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), itertools.permutations(["int8", "int4-hq", "int4-hq-lss"], 2)
+    ("one", "other"), itertools.permutations(["int8", "int8-block32", "int4-hq", "int4-hq-lss"], 2)
 )
 def test_blocks_of_other_recipes_may_follow(device, one, other):
-    """What one leaves of the stream's gradient may be in blocks that the other does not multiply.
+    """What one leaves of the stream's gradient may lie otherwise than the other multiplies it.
 
-    FC2's bias receives the sum of its columns, whoever rounded it.
+    In other blocks, or without a transpose. FC2's bias receives the sum of its columns, whoever
+    rounded it.
     """
 
     def made(name):
-        if name == "int8":
-            return Int8Block(WIDTH, HEADS, block=128, flow=32, device=device)
+        if name.startswith("int8"):
+            block = RECIPES[name].block
+            return Int8Block(WIDTH, HEADS, block=block, flow=32, device=device)
         return block_of(INT4[name], device)
 
     first, second = made(one), made(other)
@@ -296,6 +298,62 @@ def test_blocks_of_other_recipes_may_follow(device, one, other):
         return torch.autograd.grad(y, first.contract.bias, dy)[0]
 
     assert error_of(gradient(True), gradient(False)) < 0.05
+
+
+def test_codes_that_lie_otherwise_are_not_handed_over():
+    gradient = torch.randn(64, 96)
+    codes, both = (int8_quantize(gradient, block=32, layout=layout) for layout in ("q", "both"))
+    handoff = products.Handoff()
+
+    def taken(given, *wanted):
+        handoff.put(gradient, given)
+        return handoff.take(gradient, *wanted)
+
+    assert taken(codes, "q") is codes
+    assert taken(codes, "both") is None
+    assert taken(both, "q") is both
+    assert taken(both, "both", 32) is both
+    assert taken(both, "both", 128) is None
+    assert handoff.take(gradient, "q") is None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("name", INT4)
+def test_a_transpose_is_written_where_it_is_read(device, monkeypatch, name, dropout):
+    """Of two blocks; of a gradient in parts none is, and gradients are the same with it."""
+    blocks = [block_of(INT4[name], device, dropout) for _ in range(2)]
+    x, dy = stream_of(device)
+    run(blocks[0], x, dy)
+    layouts, parameters = [], [p for block in blocks for p in block.parameters()]
+
+    def recorded(function):
+        def call(*args, **options):
+            layouts.append(options.get("layout", "q"))
+            return function(*args, **options)
+
+        return call
+
+    def gradients():
+        torch.manual_seed(1)
+        stream = Stream.of(x, 32)
+        for block in blocks:
+            stream = block(stream, BATCH)
+        return torch.autograd.grad(stream.x, [x, *parameters], dy)
+
+    found = gradients()
+    written = ("int8_gelu_backward", "int8_layernorm_add_backward", "int8_dropout_backward")
+    for module, function in [*((int4_block, f) for f in written), (flow, "int8_quantize_qkv")]:
+        monkeypatch.setattr(module, function, recorded(getattr(module, function)))
+    gradients()
+    whole = INT4[name].gradient == "int8"
+    assert layouts.count("both") == (2 * 3 + 1 + 4 * (dropout > 0) if whole else 0)
+    assert len(layouts) == 2 * 4 + 4 * (dropout > 0)
+    monkeypatch.setattr(int4.Int4Setting, "layout", "both")
+    for given, right in zip(found, gradients(), strict=True):
+        if given.dim() == 1:  # a bias's, added up in another order
+            torch.testing.assert_close(given, right, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(given, right)
 
 
 @pytest.mark.parametrize("gradient", ["int8", "sampled"])

@@ -110,6 +110,10 @@ def test_a_step_in_4_bits_asks_for_its_stages():
     assert {shape[1:] for shape in shapes["dgrad"]} == {(inp, out) for out, inp in linears}
     assert {shape[:2] for shape in shapes["wgrad"]} == set(linears)
     assert {(p.product, p.keep) for p in found["sample_rows"]} == {("both", "half")}
+    # No product of parts reads a gradient's transpose.
+    gradients = [p for name in ("gelu", "layernorm") for p in found[name] if p.mode == "bwd"]
+    gradients += [*found["column_sum"], *found["quantize_qkv"]]
+    assert {p.layout for p in gradients} == {"q"}
 
 
 def test_dropout_and_a_second_look_change_what_is_asked_for():
