@@ -140,14 +140,20 @@ def multiply(
     return y, None if by.seeds is None else _kept_of(codes, by)
 
 
-def multiply_alone(x: Tensor | Quantized, by: Int4Product, block: Block | None = None) -> Any:
-    """Return x·Wᵀ + b as `multiply` does. What its backward reads, `keep` makes of the same x."""
-    return _times_weight(_quantised(x, by, "wide"), by, float_of(x), block)
+def multiply_alone(
+    x: Tensor | Quantized, by: Int4Product, block: Block | None = None
+) -> tuple[Any, Tensor]:
+    """Return x·Wᵀ + b as `multiply` does, and the step of x's codes.
+
+    Of the same x and that step `keep` makes what its backward reads.
+    """
+    codes = _quantised(x, by, "wide")
+    return _times_weight(codes, by, float_of(x), block), codes.scale
 
 
-def keep(x: Tensor | Quantized, by: Int4Product) -> Int4Kept:
+def keep(x: Tensor | Quantized, by: Int4Product, step: Tensor) -> Int4Kept:
     """Return what a product's backward reads."""
-    return _kept_of(_quantised(x, by, "packed"), by)
+    return _kept_of(_quantised(x, by, "packed", step), by)
 
 
 def _times_weight(codes: Quantized4, by: Int4Product, out: FloatName, block: Block | None) -> Any:
@@ -164,10 +170,12 @@ def _kept_of(codes: Quantized4, by: Int4Product) -> Int4Kept:
     return Int4Kept(*of_x, by.weight, by.bias, by.seeds, by.scale, by.qt, by.scale_t)
 
 
-def _quantised(x: Tensor | Quantized, by: Int4Product, layout: Codes) -> Quantized4:
+def _quantised(
+    x: Tensor | Quantized, by: Int4Product, layout: Codes, step: Tensor | None = None
+) -> Quantized4:
     """Return the 4-bit codes of a product's input; of codes, where a group lies in their blocks."""
     more: dict[str, Any] = {"group": by.setting.group, "layout": layout}
-    step = int4_measured_step(x)
+    step = int4_measured_step(x) if step is None else step
     if isinstance(x, Quantized):
         if by.setting.group <= x.block:
             return int4_quantize_codes(x, step, **more)

@@ -257,9 +257,10 @@ class _Mlp(torch.autograd.Function):
         h, norm = _Norm(*given[:_NORM]).normed(flow)
         f, kept1 = multiply(h, product1, flow.side)
         del h
-        branch = multiply_alone(int8_gelu(f), product2, flow.side)
+        branch, step2 = multiply_alone(int8_gelu(f), product2, flow.side)
         if kept1 is not None:
-            ctx.save_for_backward(seeds, of_add, f.q, f.scale, *norm, *kept1, *product2[:-1])
+            of_gelu = f.q, f.scale, step2
+            ctx.save_for_backward(seeds, of_add, *of_gelu, *norm, *kept1, *product2[:-1])
         ctx.flow, ctx.before, ctx.after = flow, before, after
         ctx.settings = product1.setting, product2.setting
         return _added(ctx, flow, of_add, x, branch)
@@ -271,13 +272,13 @@ class _Mlp(torch.autograd.Function):
         dx, flow = grads[0], ctx.flow
         if dx is None:
             return (None,) * len(ctx.needs_input_grad)
-        seeds, of_add, q, scale, *saved = ctx.saved_tensors
+        seeds, of_add, q, scale, step2, *saved = ctx.saved_tensors
         norm, kept1 = _Norm(*saved[:_NORM]), Int4Kept(*saved[_NORM : _NORM + _KEPT])
         product2 = Int4Product._make([*saved[_NORM + _KEPT :], ctx.settings[1]])
         wants1 = Int4Product(*ctx.needs_input_grad[-2 * _PRODUCT : -_PRODUCT])
         wants2 = Int4Product(*ctx.needs_input_grad[-_PRODUCT:])
         f = Quantized(q, scale, block=flow.side)
-        kept2 = keep(int8_gelu(f), product2)
+        kept2 = keep(int8_gelu(f), product2, step2)
         first, second = ctx.settings
         rounded = Rounded(flow.side, seeds[0:1])
         dy = _of_branch(dx, flow, ctx.after, of_add, second)
