@@ -212,9 +212,9 @@ def test_a_step_holds_what_is_counted(recipe, shape, monkeypatch):
     """Beside what stands already. The CPU makes the gradient of a BF16 head in BF16 first.
 
     Its attention makes no dq in FP32, and no dk and dv per head of queries: they would be the peak
-    of a block that holds as little as int8-kept4's, or int4-hq's.
+    of a block that holds as little as int8-kept4's, int4-hq's or int4-naive's.
     """
-    little = recipe.startswith("int8") or recipe == "int4-hq"
+    little = recipe.startswith("int8") or recipe in ("int4-hq", "int4-naive")
     for family in (held_gpt2, held_llama) if little else ():
         as_they_are = property(lambda s: 2 * s.x + 4 * getattr(s, "k", s.x))
         monkeypatch.setattr(family._Sizes, "attention", as_they_are)

@@ -159,6 +159,7 @@ class Int4Bytes(NamedTuple):
         hat: of the floats that an input's gradient is made of.
         for_w: rows of an input that its weight's gradient has room for, per token.
         gathered: rows of a gradient that are gathered for it, per token.
+        ways: in which a gradient's INT8 codes lie: 2 with those of its transpose.
     """
 
     code: float
@@ -167,15 +168,16 @@ class Int4Bytes(NamedTuple):
     hat: float
     for_w: float
     gathered: float
+    ways: int
 
 
 def int4_bytes(tokens: int, how: Int4) -> Int4Bytes:
     """Return what layers hold of a number when they multiply so many tokens."""
     if how.gradient == "int8":
-        return Int4Bytes(0.5, 2 * code_bytes(GRADIENT_BLOCK), 0.0, 0.0, 1.0, 0.0)
+        return Int4Bytes(0.5, 2 * code_bytes(GRADIENT_BLOCK), 0.0, 0.0, 1.0, 0.0, 2)
     split, keep = parts_and_rows(how.gradient)
     for_x, for_w = (capacity(tokens, split, to, keep) / tokens for to in ("dgrad", "wgrad"))
-    return Int4Bytes(0.5, split / 2, split / 2, 2 * for_x, for_w, for_w)
+    return Int4Bytes(0.5, split / 2, split / 2, 2 * for_x, for_w, for_w, 1)
 
 
 class Head(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jetfire.core.problem import MOST_IN_CODES, Block
 from jetfire.gpt2.model.shape import Shape
 from jetfire.gpt2.training.held import (
     Held,
@@ -43,7 +44,7 @@ def gpt2(shape: Shape, recipe: Recipe, batch: int) -> Held:
     elif recipe.int4 is not None:
         wide, alone = 2, 24
         codes = remade = 2.0 * weights  # a byte each, both ways
-        block = _int4_block(s, code_bytes(recipe.flow), recipe.int4)
+        block = _int4_block(s, recipe.flow, recipe.int4)
     else:
         copies = 2.0 * weights
         block = _plain_block(s)
@@ -109,38 +110,45 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
     return Part("block", kept, moments, (4 + 1 + 2 + 2 + 1 + 4 + keeps.unpacked) * s.x)
 
 
-def _int4_block(s: _Sizes, flow: float, how: Int4) -> Part:
+def _int4_block(s: _Sizes, side: Block | None, how: Int4) -> Part:
     """Return `Int4Block` (nn/int4_block.py): products' inputs are packed codes.
 
     Args:
-        flow: bytes of a code of what flows between products.
+        side: of the blocks of what flows between products.
     """
-    code, g, again, hat, for_w, gathered = int4_bytes(s.tokens, how)
+    flow = code_bytes(side)
+    code, g, again, hat, for_w, gathered, ways = int4_bytes(s.tokens, how)
     # Codes of q k v and o, of what both norms read and of f; of three products' inputs; squares of
     # rows.
     kept = ((3 + 1 + 1 + 1 + 4) * flow + 3 * code) * s.x + 4 * s.rows + 12 * s.tokens
     after_mlp, after_attention = 5 * flow + 2 * code, 9 * flow + 2 * code
-    dy = 2 + 2 * s.masked  # that of the stream, and its own where something was dropped
-    du = 4 * (hat + 2) if hat else 4 * flow  # as codes, or as floats first
+    dy = 2 + ways * s.masked  # that of the stream, and its own where something was dropped
+    # As codes, made of floats; and in BF16 where a group is too large to be written as codes.
+    large = how.group == "search" or how.group * (side or 1) > MOST_IN_CODES
+    du = 4 * (hat + flow + 2 * (hat > 0 and large))
     moments = (
         Moment(0, (dy + 4 * code + g + du) * s.x, 0),  # codes of u and dy
         Moment(0, (dy + 4 * code + g + 4 * flow + 4 * for_w + gathered) * s.x + 16 * s.w, 0),
         Moment(0, (dy + 4 * code + g + 4 * flow) * s.x + 16 * s.w, 16 * s.w),
-        # df and its transpose, and codes of it in 4 bits
+        # df, its transpose where that is read, and codes of it in 4 bits
         Moment(
             0,
-            (dy + 8 * flow + 4 * again + flow + for_w + 4 * gathered) * s.x + 16 * s.w,
+            (dy + 4 * ways * flow + 4 * again + flow + for_w + 4 * gathered) * s.x + 16 * s.w,
             16 * s.w,
         ),
-        Moment(0, (dy + 8 * flow + 4 * again + flow) * s.x + 16 * s.w, 32 * s.w),
+        Moment(0, (dy + 4 * ways * flow + 4 * again + flow) * s.x + 16 * s.w, 32 * s.w),
         Moment(after_mlp * s.x, (2 + 2 + 8) * s.x + s.attention, 36 * s.w),  # dx, do, q k v o
-        # dx, dq dk dv and codes of them both ways
+        # dx, dq dk dv and codes of them
         Moment(
             after_attention * s.x,
-            (2 + 6 + 7 * flow + 3 * again + for_w + 3 * gathered) * s.x + 12 * s.w,
+            (2 + 6 + (3 * ways + 1) * flow + 3 * again + for_w + 3 * gathered) * s.x + 12 * s.w,
             36 * s.w,
         ),
-        Moment(after_attention * s.x, (2 + 6 + 7 * flow + 3 * again) * s.x + 12 * s.w, 48 * s.w),
+        Moment(
+            after_attention * s.x,
+            (2 + 6 + (3 * ways + 1) * flow + 3 * again) * s.x + 12 * s.w,
+            48 * s.w,
+        ),
     )
     # u and its codes, y, x before and after attention; and the embeddings in FP32.
     return Part("block", kept, moments, (4 + 4 + 2 + 2 + 2 + 4) * s.x, 16 * s.w)

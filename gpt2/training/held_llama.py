@@ -219,7 +219,7 @@ def _int8_block(s: _Sizes, block: float, flow: float, keeps: KeptBytes) -> Part:
 
 def _int4_block(s: _Sizes, how: Int4) -> Part:
     """Return torch's block with `Int4Linear` (nn/int4.py): products' inputs are packed codes."""
-    code, g, _, hat, for_w, gathered = int4_bytes(s.tokens, how)
+    code, g, _, hat, for_w, gathered, _ = int4_bytes(s.tokens, how)
     # x, q, o, x; k v; gate, silu, up; codes of seven inputs, of which one is u; squares of rows.
     kept = (4 + 2 + 2 + 4 + 6 * code + 2 * s.masked) * s.x + 4 * s.k + (6 + code) * s.h
     kept += 4 * s.angles + 4 * s.rows + 28 * s.tokens
