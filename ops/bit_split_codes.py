@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
 from jetfire.core.problem import Block
@@ -18,7 +19,9 @@ from jetfire.measure.op import StandardOp
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["int4_bit_split_codes"]
+__all__ = ["int4_bit_split_codes", "int4_bit_split_codes_sums"]
+
+MOST_ROWS = 1 << 24  # whose column sums of codes times ratios below 2^31 fit in 64 bits
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,26 @@ class BitSplitCodesProblem(SplitProblem):
     """(q, scale) of an m×n tensor to packed codes of `bits` bits, unit and each row's Σ codes².
 
     As `BitSplitProblem`, but for the unit: the largest scale over 98/127, or with 4 bits 7/127.
+
+    Args:
+        sums: each column's sum is written, too.
     """
 
     block: Block = 32
     bits: Bits = 8
+    sums: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sums and self.m > MOST_ROWS:
+            raise UsageError(f"m={self.m}: expected at most 2^24, whose sums fit in 64 bits")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, without sums where there are none."""
+        fields = super().as_dict()
+        if not self.sums:
+            del fields["sums"]
+        return fields
 
 
 class BitSplitCodes(StandardOp):
@@ -49,21 +68,30 @@ class BitSplitCodes(StandardOp):
     def writes(self, problem: BitSplitCodesProblem) -> Specs:
         rows = problem.rows
         q, squares = Spec("int8", (rows, problem.n // 2)), Spec("int32", (rows,))
-        return {"parts": q, "unit": Spec("fp32", (1,)), "squares": squares}
+        found = {"parts": q, "unit": Spec("fp32", (1,)), "squares": squares}
+        return found | ({"sums": Spec("fp32", (problem.n,))} if problem.sums else {})
 
     def reference(self, problem: BitSplitCodesProblem, inputs: Tensors) -> Tensors:
-        from jetfire.reference.bit_split_codes import bit_split_codes
+        from jetfire.reference.bit_split_codes import bit_split_codes, column_sums
 
-        codes = inputs["q"], inputs["scale"], problem.block
-        parts, unit, squares = bit_split_codes(*codes, problem.bits, inputs.get("seed"))
-        return {"parts": parts, "unit": unit, "squares": squares}
+        q, scale, block = inputs["q"], inputs["scale"], problem.block
+        parts, unit, squares = bit_split_codes(q, scale, block, problem.bits, inputs.get("seed"))
+        found = {"parts": parts, "unit": unit, "squares": squares}
+        return found | ({"sums": column_sums(q, scale, unit, block)} if problem.sums else {})
 
     def eager(self, problem: BitSplitCodesProblem, inputs: Tensors) -> Callable[[], Any]:
-        """Return that of `bit_split`, of BF16 values."""
+        """Return that of `bit_split`, of BF16 values, and the sum of their rows."""
+        import torch
+
         from jetfire.reference.dequantize import dequantize
 
         x = dequantize(inputs["q"], inputs["scale"], problem.block).bfloat16()
-        return lambda: split_in_torch(problem.bits, x)
+
+        def run() -> list[Tensor]:
+            sums = [x.sum(dim=0, dtype=torch.float32)] if problem.sums else []
+            return [*split_in_torch(problem.bits, x), *sums]
+
+        return run
 
 
 OP = BitSplitCodes()
@@ -71,6 +99,11 @@ OP = BitSplitCodes()
 _bit_split_codes = Operator(
     "bit_split_codes(Tensor q, Tensor scale, Tensor? seed, int block, int bits)"
     " -> (Tensor, Tensor, Tensor)"
+)
+_with_sums = Operator(
+    "bit_split_codes.sums(Tensor q, Tensor scale, Tensor? seed, int block, int bits)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    sums=True,
 )
 
 
@@ -84,8 +117,23 @@ def int4_bit_split_codes(x: Quantized, *, bits: Bits = 8, seed: Tensor | None = 
     Returns:
         Packed codes in [−7, 7], with squares: hi's rows above lo's, 2m; of 4 bits m.
     """
+    parts, unit, squares = _bit_split_codes(*_expected(x, bits, seed), x.block, bits)
+    return Quantized4(parts, None, unit, squares)
+
+
+@checked
+def int4_bit_split_codes_sums(
+    x: Quantized, *, bits: Bits = 8, seed: Tensor | None = None
+) -> tuple[Quantized4, Tensor]:
+    """Return what `int4_bit_split_codes` does, and x's column sums (fp32, n): a bias's gradient."""
+    parts, unit, squares, sums = _with_sums(*_expected(x, bits, seed), x.block, bits)
+    return Quantized4(parts, None, unit, squares), sums
+
+
+def _expected(
+    x: Quantized, bits: Bits, seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return codes, scale and seed, once they and the bits are what is expected."""
     q, scale = expect.quantized("x", x)
     expect.choice("bits", bits, Bits)
-    seed = expect.seed_on(seed, q) if bits == 8 else None
-    parts, unit, squares = _bit_split_codes(q, scale, seed, x.block, bits)
-    return Quantized4(parts, None, unit, squares)
+    return q, scale, expect.seed_on(seed, q) if bits == 8 else None

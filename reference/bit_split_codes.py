@@ -14,6 +14,7 @@ from jetfire.reference.nibbles import pack
 from jetfire.reference.quantize import TINY, spread
 
 MOST_CODE = 127
+FIXED = 2.0**31  # column sums are integers in units of this part of the unit
 
 
 def unit_of(scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -53,3 +54,24 @@ def bit_split_codes(
     v = q.float() * spread(ratio, block, *q.shape)
     codes = parts_of(v, unit, bits, seed)
     return pack(codes), unit, codes.int().square().sum(dim=1, dtype=torch.int32)
+
+
+def column_sums(
+    q: torch.Tensor, scale: torch.Tensor, unit: torch.Tensor, block: int
+) -> torch.Tensor:
+    """Return the sums of q·scale over each column, fp32 (n,), which no order of adding changes.
+
+    With the ratio of a scale to the unit as the integer ``rint(scale·(1/unit)·2^31)`` a sum is one
+    of products of integers, exact, of which ``(sum·2^-31)·unit`` is made in fp64 and rounded once.
+
+    Args:
+        unit: as `unit_of` gives it; where it is NaN all sums are.
+    """
+    m, n = q.shape
+    usable = bool(unit > 0)
+    ratio = scale * unit.reciprocal() if usable else torch.zeros_like(scale)
+    fixed = (ratio.double() * FIXED).round().long()
+    padded = torch.nn.functional.pad(q, (0, 0, 0, -m % block))
+    of_blocks = padded.view(-1, block, n).sum(dim=1, dtype=torch.int64)
+    total = (of_blocks * fixed.repeat_interleave(block, 1)[:, :n]).sum(dim=0)
+    return (total.double() / FIXED * unit.double()).float()

@@ -130,6 +130,8 @@ class TritonBitSplitCodes(TritonKernel):
     }
 
     def legal(self, problem: Any, config: TileConfig, device: Device) -> str | None:
+        if problem.sums:
+            return "sums=True: expected False"
         rows, columns = "a power of two of at most 32", "a power of two of at least 128"
         return (
             device_reason(device)
