@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.arguments import checked
+from jetfire.core.errors import UsageError
 from jetfire.core.op import Model
 from jetfire.core.operators import Operator
-from jetfire.core.problem import Block, Mode, Problem
+from jetfire.core.problem import Block, Problem
 from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, ceil_div, quantized
 from jetfire.measure.bounds import higham, of_sum
 from jetfire.measure.op import StandardOp
@@ -21,25 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["int8_column_sum"]
 
 
-Way = Literal["qt", "q"]
-
-
 @dataclass(frozen=True)
 class ColumnSumProblem(Problem):
-    """(qt, scale_t), the transposed copy of a quantised m×n gradient, to its n column sums.
-
-    With the layout `q` it is (q, scale), the gradient as it lies.
-    """
+    """(qt, scale_t), the transposed copy of a quantised m×n gradient, to its n column sums."""
 
     block: Block = 32
-    layout: Way = "qt"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, without a layout of qt, as when there was no other."""
-        fields = super().as_dict()
-        if self.layout == "qt":
-            del fields["layout"]
-        return fields
 
 
 class ColumnSum(StandardOp):
@@ -47,14 +34,13 @@ class ColumnSum(StandardOp):
     summary = "column sums of a per-block INT8 gradient: the gradient of a bias"
     Problem = ColumnSumProblem
     same_bits_over = "runs"
-    matched = (*StandardOp.matched, "layout")
     sums: ClassVar[Mapping[str, tuple[str, ...]]] = {"m": ("sums",)}
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return model.outputs()
 
     def reads(self, problem: ColumnSumProblem) -> Specs:
-        return quantized(problem.m, problem.n, problem.block, layout=problem.layout)
+        return quantized(problem.m, problem.n, problem.block, layout="qt")
 
     def writes(self, problem: ColumnSumProblem) -> Specs:
         return {"sums": Spec("fp32", (problem.n,))}
@@ -69,10 +55,9 @@ class ColumnSum(StandardOp):
 
         from jetfire.reference.column_sum import column_sum
 
-        (qt, scale_t), block = _transposed(problem, inputs), problem.block
+        qt, scale_t, block = inputs["qt"], inputs["scale_t"], problem.block
         blocks = ceil_div(problem.m, block)
-        padded = torch.nn.functional.pad(qt, (0, -problem.m % block))
-        codes = padded.reshape(problem.n, blocks, block)
+        codes = torch.nn.functional.pad(qt, (0, -problem.m % block)).view(problem.n, blocks, block)
         scales = scale_t.double().repeat_interleave(block, 0)[: problem.n]
         size = (codes.sum(dim=2).double() * scales).abs().sum(dim=1)
         return of_sum("sums", column_sum(qt, scale_t, block), size, higham(blocks))
@@ -83,37 +68,23 @@ class ColumnSum(StandardOp):
 
         from jetfire.reference.dequantize import dequantize
 
-        wide = dequantize(*_transposed(problem, inputs), problem.block, torch.bfloat16)
+        wide = dequantize(inputs["qt"], inputs["scale_t"], problem.block, torch.bfloat16)
         gradient = wide.t().contiguous()
         return lambda: gradient.sum(dim=0, dtype=torch.float32)
-
-    def settings(self, mode: Mode) -> list[dict[str, list[str]]]:
-        return [{}, {"layout": ["q"]}]
-
-
-def _transposed(problem: ColumnSumProblem, inputs: Tensors) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of the gradient's transpose, of any strides."""
-    if problem.layout == "qt":
-        return inputs["qt"], inputs["scale_t"]
-    return inputs["q"].t(), inputs["scale"].t()
 
 
 OP = ColumnSum()
 
 
-_column_sum_t = Operator(
+_column_sum = Operator(
     "column_sum(Tensor qt, Tensor scale_t, int block) -> Tensor",
     derive=lambda qt: {"m": qt[1], "n": qt[0]},
 )
-_column_sum = Operator("column_sum.q(Tensor q, Tensor scale, int block) -> Tensor", layout="q")
 
 
 @checked
 def int8_column_sum(x: Quantized) -> Tensor:
-    """Return the column sums (fp32, n) of x (m×n), from its transpose where there is one.
-
-    They are a bias's gradient.
-    """
+    """Return the column sums (fp32, n) of x (m×n) from its transpose: a bias's gradient."""
     if x.qt is None or x.scale_t is None:
-        return _column_sum(*expect.quantized("x", x), x.block)
-    return _column_sum_t(*expect.quantized("x.t", x.t), x.block)
+        raise UsageError("x lacks qt or scale_t: expected both (layout=qt or both)")
+    return _column_sum(*expect.quantized("x.t", x.t), x.block)

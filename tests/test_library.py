@@ -42,8 +42,6 @@ def overloads(name, problem):
         others = ("", "_inplace") if overwrites else ("",)
         added = "_add" if getattr(problem, "residual", False) else ""
         return [getattr(found, f"{name}{added}_backward{other}").default for other in others]
-    if name == "column_sum":
-        return [found.column_sum.q if problem.layout == "q" else found.column_sum.default]
     packet = getattr(found, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 

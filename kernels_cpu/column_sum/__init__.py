@@ -16,10 +16,6 @@ class TorchColumnSum(TorchKernel):
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
         """Return exact integer sums within each block, then fp32 across them."""
         n, block = problem.n, problem.block
-        if problem.layout == "q":
-            codes = torch.nn.functional.pad(inputs["q"], (0, 0, 0, -problem.m % block))
-            sums = codes.view(-1, block, n).sum(dim=1, dtype=torch.int32).float()
-            return {"sums": (sums * inputs["scale"].repeat_interleave(block, 1)[:, :n]).sum(dim=0)}
         codes = torch.nn.functional.pad(inputs["qt"], (0, -problem.m % block))
         sums = codes.view(n, -1, block).sum(dim=2, dtype=torch.int32).float()
         return {"sums": (sums * inputs["scale_t"].repeat_interleave(block, 0)[:n]).sum(dim=1)}

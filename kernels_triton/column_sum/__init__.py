@@ -1,7 +1,4 @@
-"""Column sums of a quantised tensor: a few rows of its transpose per program, along all of m.
-
-Without a transpose `strips` adds them up.
-"""
+"""Column sums of a quantised tensor: a few rows of its transpose per program, along all of m."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import triton.language as tl
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
-from jetfire.kernels_triton.column_sum.strips import TritonColumnSumStrips
 from jetfire.kernels_triton.common import INTERPRETED
 from jetfire.kernels_triton.kernel import Launch, TritonKernel
 from jetfire.kernels_triton.tiles import (
@@ -105,8 +101,6 @@ class TritonColumnSum(TritonKernel):
     }
 
     def legal(self, problem: Any, config: ColumnSumConfig, device: Device) -> str | None:
-        if problem.layout != "qt":
-            return f"layout={problem.layout}: expected qt"
         block = problem.block
         expected = f"a power of two, a multiple of block={block}"
         reason = device_reason(device) or power_reason(
@@ -146,4 +140,4 @@ class TritonColumnSum(TritonKernel):
         launch({**inputs, **outputs}, VECTORS=aligned and per_thread >= 16)
 
 
-KERNELS = (TritonColumnSum(), TritonColumnSumStrips())
+KERNELS = (TritonColumnSum(),)
