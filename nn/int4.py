@@ -205,7 +205,8 @@ def multiply_backward(
         gradient = Whole.of(dy, kept.seeds)
     else:
         x_squares = kept.squares if wants.weight else None
-        gradient = Split.of(dy, setting.gradient, kept.seeds, wants_x, x_squares)
+        more = wants_x, x_squares, bool(wants.bias)
+        gradient = Split.of(dy, setting.gradient, kept.seeds, *more)
     dx = dw = db = None
     if wants_x:
         dx = gradient.of_input(kept.transpose, x, setting.group, rounded)

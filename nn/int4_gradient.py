@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from jetfire.nn.recipes import GRADIENT_BLOCK, Gradient, parts_and_rows
 from jetfire.ops import (
     int4_bit_split,
     int4_bit_split_codes,
+    int4_bit_split_codes_sums,
     int4_gather_rows,
     int4_quantize_backward,
     int4_sample_rows,
@@ -81,15 +82,17 @@ class Split(NamedTuple):
     """An output's gradient in 4-bit parts: unit·(14·hi + lo), or unit·lo alone.
 
     Attributes:
-        given: as it was given, floats or INT8 codes.
+        out: the dtype of the floats that are made of it.
         codes: hi's rows above lo's; the unit is their scale.
         dgrad, wgrad: the rows that each product keeps; None for one that is not wanted.
+        sums: of its columns, of all rows as they were given; None if they are not wanted.
     """
 
-    given: Tensor | Quantized
+    out: FloatName
     codes: Quantized4
     dgrad: SampledRows | None
     wgrad: SampledRows | None
+    sums: Tensor | None
 
     @classmethod
     def of(
@@ -99,6 +102,7 @@ class Split(NamedTuple):
         seeds: Tensor,
         wants_x: bool,
         x_squares: Tensor | None,
+        wants_sums: bool,
     ) -> Split:
         """Return that of m×n, with the rows of the products that are wanted.
 
@@ -106,15 +110,21 @@ class Split(NamedTuple):
             seeds: `KEYS`: for its parts, and for each product's rows.
             wants_x: whether the input's gradient is.
             x_squares: of the input's codes, where the weight's is.
+            wants_sums: whether the bias's is.
         """
         parts, _ = parts_and_rows(how)
-        bits: Literal[8, 4] = 8 if parts == 2 else 4
-        if isinstance(gradient, Quantized):
-            codes = int4_bit_split_codes(gradient, bits=bits, seed=seeds[0:1])
+        given: dict[str, Any] = {"bits": 8 if parts == 2 else 4, "seed": seeds[0:1]}
+        sums = None
+        if not isinstance(gradient, Quantized):
+            codes = int4_bit_split(gradient.contiguous(), **given)
+            sums = gradient.sum(0, dtype=torch.float32) if wants_sums else None
+        elif wants_sums:
+            codes, sums = int4_bit_split_codes_sums(gradient, **given)
         else:
-            codes = int4_bit_split(gradient.contiguous(), bits=bits, seed=seeds[0:1])
+            codes = int4_bit_split_codes(gradient, **given)
         assert codes.squares is not None
-        return cls(gradient, codes, *_drawn(codes.squares, how, seeds[1:], wants_x, x_squares))
+        drawn = _drawn(codes.squares, how, seeds[1:], wants_x, x_squares)
+        return cls(float_of(gradient), codes, *drawn, sums)
 
     def of_input(
         self, weight: Any, x: Quantized4, group: Group, rounded: Rounded | None
@@ -128,7 +138,7 @@ class Split(NamedTuple):
         assert self.dgrad is not None
         rows, counts, chances, slots, _ = self.dgrad
         wide = int4_gather_rows(self.codes, rows=rows, counts=counts, wide=True)
-        dx_hat = int4_gemm(wide, weight, weight=chances, counts=counts, out=float_of(self.given))
+        dx_hat = int4_gemm(wide, weight, weight=chances, counts=counts, out=self.out)
         del wide
         back: Callable[..., Any] = partial(
             int4_quantize_backward, dx_hat, q=x, slots=slots, unit=self.codes.scale, group=group
@@ -151,11 +161,9 @@ class Split(NamedTuple):
         return int4_gemm(gt, xt, counts=counts, out=out)
 
     def column_sum(self) -> Tensor:
-        """Return a bias's gradient, of all rows as they were given."""
-        given = self.given
-        if isinstance(given, Quantized):
-            return int8_column_sum(given)
-        return given.sum(0, dtype=torch.float32)
+        """Return a bias's gradient."""
+        assert self.sums is not None
+        return self.sums
 
 
 def _drawn(

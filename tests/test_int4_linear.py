@@ -205,7 +205,7 @@ def test_an_inputs_gradient_in_codes_is_quantised_of_its_floats(device, how, gro
     codes = int4_quantize(x, int4_measured_step(x), group=group)
     wide = int4_quantize(w, int4_measured_step(w), group=group)
     weight = int4_gather_rows(wide, transpose=True, wide=True)
-    split = Split.of(dy, how, torch.arange(3, device=device), True, None)
+    split = Split.of(dy, how, torch.arange(3, device=device), True, None, False)
     rounded = Rounded(block, torch.tensor([7], device=device))
     floats = split.of_input(weight, codes, group, None)
     found = split.of_input(weight, codes, group, rounded)

@@ -37,6 +37,8 @@ def overloads(name, problem):
         return [found.gemm_accumulate.default]
     if name == "gemm" and problem.out == "int8":
         return [found.gemm_quantized.default]
+    if name == "bit_split_codes":
+        return [getattr(found.bit_split_codes, "sums" if problem.sums else "default")]
     if getattr(problem, "mode", "fwd") == "bwd":
         overwrites = name == "cross_entropy" or (name == "gelu" and problem.layout == "both")
         others = ("", "_inplace") if overwrites else ("",)

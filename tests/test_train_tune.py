@@ -98,7 +98,7 @@ def test_a_step_in_4_bits_asks_for_its_stages():
         for case in made:
             found.setdefault(case.op.name, set()).add(case.problem)
     of_products = {"bit_split", "gather_rows", "hadamard_quantize", "int4_gemm", "sample_rows"}
-    between = {"add", "column_sum", "dequantize", "gelu", "layernorm", "quantize", "quantize_qkv"}
+    between = {"add", "dequantize", "gelu", "layernorm", "quantize", "quantize_qkv"}
     of_codes = {"bit_split_codes", "hadamard_quantize_codes", "measured_step"}
     assert set(found) == {*of_products, *between, *of_codes, "add_rows", "cross_entropy"}
     shapes = {
@@ -110,10 +110,10 @@ def test_a_step_in_4_bits_asks_for_its_stages():
     assert {shape[1:] for shape in shapes["dgrad"]} == {(inp, out) for out, inp in linears}
     assert {shape[:2] for shape in shapes["wgrad"]} == set(linears)
     assert {(p.product, p.keep) for p in found["sample_rows"]} == {("both", "half")}
-    # No product of parts reads a gradient's transpose.
+    # No product of parts reads a gradient's transpose, nor its bias's sums.
     gradients = [p for name in ("gelu", "layernorm") for p in found[name] if p.mode == "bwd"]
-    gradients += [*found["column_sum"], *found["quantize_qkv"]]
-    assert {p.layout for p in gradients} == {"q"}
+    assert {p.layout for p in (*gradients, *found["quantize_qkv"])} == {"q"}
+    assert {p.sums for p in found["bit_split_codes"]} == {True}
 
 
 def test_dropout_and_a_second_look_change_what_is_asked_for():

@@ -25,7 +25,7 @@ FIELDS = {
     "adamw8": [{}, {"guarded": True, "layout": "none"}, {"dtype": "bf16"}],
     "add": [{"mode": "fwd"}, {"mode": "bwd", "rounding": "stochastic", "layout": "both"}],
     "bit_split": [{}, {"bits": 4, "dtype": "fp16"}],
-    "bit_split_codes": [{}, {"bits": 4}],
+    "bit_split_codes": [{}, {"bits": 4}, {"sums": True}],
     "cross_entropy": [{"mode": "fwd"}, {"mode": "bwd", "dtype": "fp16"}],
     "dequantize": [{"out": "bf16"}, {"out": "fp16"}],
     "gather_rows": [{}, {"rows": 50, "repeat": True}],
@@ -110,6 +110,8 @@ def test_in_triton(device, name):
     found = list(problems(op))
     count = len(FIELDS.get(name, [{}]))
     for problem in found[count : 2 * count]:
+        if getattr(problem, "sums", False):  # which Triton's kernel does not write
+            continue
         for data in ("subnormal", "largest", "nonfinite"):
             right(op, kernel, problem, data, device)
 

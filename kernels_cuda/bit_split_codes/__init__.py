@@ -16,7 +16,7 @@ import numpy as np
 
 from jetfire.core.device import Device
 from jetfire.core.kernel import Config
-from jetfire.core.tensors import Tensors, blocks_of, ceil_div
+from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import header
@@ -28,7 +28,8 @@ from jetfire.reference.bit_split_codes import MOST_CODE
 if TYPE_CHECKING:
     from jetfire.ops.bit_split_codes import BitSplitCodesProblem
 
-SOURCE = Path(__file__).parent / "rows.cu"
+LARGEST = Path(__file__).parent / "largest.cu"
+ROWS = Path(__file__).parent / "rows.cu"
 CHUNK = 512  # columns of a warp
 EACH = 16  # of a lane
 LARGEST_WARPS = 8  # of the launch that finds the largest scale
@@ -82,8 +83,8 @@ def _programs(
     }
     text = header(constants)
     return (
-        Program(SOURCE, text, 0, LARGEST_WARPS, "largest"),
-        Program(SOURCE, text, shared, config.warps, "rows"),
+        Program(LARGEST, text, 0, LARGEST_WARPS),
+        Program(ROWS, text, shared, config.warps),
     )
 
 
@@ -125,10 +126,8 @@ class RowsBitSplitCodes(CudaKernel):
         vectors = (problem.n | q.stride(0) | q.data_ptr()) % EACH == 0
         largest, rows = _programs(problem, config, vectors)
         content = _arguments(problem, inputs, outputs)
-        down, across = blocks_of(problem.m, problem.n, problem.block)
-        numbers = max(down * across, problem.n) // 4  # four to a thread
-        blocks = ceil_div(numbers, 32 * LARGEST_WARPS)
-        largest.launch(device, max(1, min(blocks, driver.processors(device.index))), content)
+        blocks = min(ceil_div(problem.m, problem.block), driver.processors(device.index))
+        largest.launch(device, blocks, content)
         rows.launch(device, ceil_div(problem.m, config.height), content)
 
 

@@ -4,59 +4,14 @@
 // A warp has ROWS rows of CHUNK columns, of one row of blocks; a block of the grid DOWN·ROWS whole
 // rows. Column sums are integers in units of 2^-31 of the parts' unit, so that no order counts: of
 // each warp in shared memory, then of all in memory.
-#include "quantize.cuh"
-#include "config.cuh"
+#include "arguments.cuh"
 
 constexpr uint32_t ALL = 0xFFFFFFFFu;
 constexpr int EACH = 16, CHUNK = 32 * EACH;  // neighbouring codes of a lane, and of a warp
 constexpr int THREADS = 32 * WARPS, DOWN = WARPS / ACROSS, HEIGHT = DOWN * ROWS;
 constexpr int PARTS = BITS == 8 ? 2 : 1;
 constexpr int AHEAD = ROWS < 4 ? ROWS : 4;  // rows that are loaded together
-constexpr uint32_t TINY = 27u << 23, INFINITE = 255u << 23;  // the bits of 2^-100 and infinity
 static_assert(ROWS <= BLOCK && ROWS <= 256, "one row of blocks, whose sums fit in 16 bits");
-
-struct Arguments {
-  const uint8_t* q;
-  const float* scale;
-  const uint64_t* seed;
-  float* unit;
-  uint8_t* parts;
-  int32_t* squares;
-  float* sums;
-  int64_t* totals;     // n of the columns, and how many blocks have added theirs
-  uint32_t* counters;  // two, that are zero before and after a launch
-  int64_t pitch, scale_pitch;
-  int32_t m, n;
-};
-
-// --- the unit ------------------------------------------------------------------------------------
-
-// Find the unit, the largest scale over MOST_BITS' float, and have the totals be zero. Magnitudes
-// are compared as their bits, in which infinity and every NaN are above all numbers.
-extern "C" __global__ void __launch_bounds__(256) largest(const Arguments p) {
-  const int first = blockIdx.x * 256 + threadIdx.x, stride = gridDim.x * 256;
-#pragma unroll 1
-  for (int i = first; SUMS && i <= p.n; i += stride) p.totals[i] = 0;
-  const int across = ceil_div(p.n, BLOCK);
-  const int64_t count = int64_t(ceil_div(p.m, BLOCK)) * across;
-  uint32_t most = 0;
-  for (int64_t i = first; i < count; i += stride) {
-    const float scale = p.scale[i / across * p.scale_pitch + i % across];
-    most = max(most, __float_as_uint(scale) & 0x7FFFFFFF);
-  }
-  most = __reduce_max_sync(ALL, most);
-  if (threadIdx.x % 32 == 0) atomicMax(&p.counters[0], most);
-  __threadfence();
-  __syncthreads();
-  const uint32_t last = gridDim.x - 1;
-  if (threadIdx.x || atomicInc(&p.counters[1], last) != last) return;
-  __threadfence();
-  const uint32_t all = atomicExch(&p.counters[0], 0u);
-  const float quotient = __fdiv_rn(__uint_as_float(all), __int_as_float(MOST_BITS));
-  *p.unit = all >= INFINITE ? __int_as_float(0x7FC00000) : all < TINY ? 0.0f : quotient;
-}
-
-// --- codes ---------------------------------------------------------------------------------------
 
 struct Shared {
   int64_t sums[DOWN][ACROSS * CHUNK];
