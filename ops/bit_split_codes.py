@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,9 @@ class BitSplitCodes(StandardOp):
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return model.outputs()
+
+    def function(self, fields: Mapping[str, Any], names: Sequence[str]) -> str:
+        return names[bool(fields.get("sums"))]
 
     def reads(self, problem: BitSplitCodesProblem) -> Specs:
         seed: Specs = {"seed": Spec("int64", (1,))} if problem.bits == 8 else {}
