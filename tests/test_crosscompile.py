@@ -70,6 +70,8 @@ def problems(op, capability):
         found += [p for mode in op.modes for p in op.problems(mode, {**shape, **fields})]
     if op.name == "sample_rows":  # whose draws of both products are functions of their own
         found += op.problems("fwd", {**shape, "product": "both"})
+    if op.name == "bit_split_codes":
+        found += op.problems("fwd", {**shape, "sums": True})
     if "residual" in op.Problem.__dataclass_fields__:
         found += [p for stream in STREAMS for p in op.problems("bwd", {**shape, **stream})]
     return dict.fromkeys(found)

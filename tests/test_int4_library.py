@@ -165,7 +165,7 @@ def test_compiles_once_for_any_number_of_rows(device):
 
 
 def test_found_in_ops():
-    assert len([name for name in dir(ops) if name.startswith("int4_")]) == 13
+    assert len([name for name in dir(ops) if name.startswith("int4_")]) == 14
     with pytest.raises(AttributeError):
         _ = ops.int4_nothing
 

@@ -94,7 +94,7 @@ class RowsBitSplitCodes(CudaKernel):
     candidate = True
     needs = "needs a GPU of sm_80 or later: it is compiled for that"
     Config = RowsConfig
-    choices: ClassVar = {"warps": (4, 8, 16), "across": (1, 2, 4, 8, 16), "rows": (4, 8, 16, 32)}
+    choices: ClassVar = {"warps": (2, 4, 8), "across": (1, 2, 4, 8), "rows": (4, 8, 16, 32)}
 
     def legal(
         self, problem: BitSplitCodesProblem, config: RowsConfig, device: Device
