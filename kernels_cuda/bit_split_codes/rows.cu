@@ -184,7 +184,8 @@ DEVICE void finish_sums(Shared& shared, float unit, const Arguments& p) {
 }
 
 // As many threads to an SM as registers do for; codes that lie anywhere take more.
-extern "C" __global__ void __launch_bounds__(THREADS, (VECTORS ? 768 : 512) / THREADS) rows(const Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, (VECTORS ? 768 : 512) / THREADS)
+    rows(const Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, down = warp / ACROSS;
   const int row0 = blockIdx.x * HEIGHT + down * ROWS;
