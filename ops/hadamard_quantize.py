@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["int4_quantize", "int4_quantize_backward"]
 
-Given = Literal["codes", "x"]
+Given = Literal["codes", "x", "wide"]
 Out = Literal["float", "int8"]
 
 
@@ -65,9 +65,9 @@ class HadamardQuantizeProblem(Problem):
     as `reference.nibbles`), ``wide`` one in a byte's high half; to scale (1,), the step, NaN where
     x or the step is not finite; and to squares (m,) int32, Σ codes² of each row.
 
-    bwd: dx_hat (m×n), the gradient of the codes times scale, to dx. ``given=codes``: with q packed.
-    ``given=x``: with x and step, and then dstep (m,) is the step's gradient by rows. ``gathered``:
-    dx_hat holds the kept rows alone, as many as it may be; slots (m×2 int32) says which two of them
+    bwd: dx_hat (m×n), the gradient of the codes times scale, to dx. ``given=codes``: with q packed;
+    ``given=wide``: with wide. ``given=x``: with x and step, and then dstep (m,) is the step's
+    gradient by rows. ``gathered``: dx_hat holds the kept rows alone, as many as it may be; slots (m×2 int32) says which two of them
     sum to a row, −1 for one that is not there, which counts as 0·unit (1,). ``out=int8``, of
     ``given=codes`` alone: dx in `dtype`, and then quantised with `rounding`, in blocks of
     `out_block`.
@@ -95,7 +95,7 @@ class HadamardQuantizeProblem(Problem):
             for name, usual in (("out_block", 32), ("rounding", "nearest")):
                 if (value := getattr(self, name)) != usual:
                     raise UsageError(f"{name}={value} out=float: expected out=int8")
-        elif self.mode == "fwd" or self.given == "x":
+        elif self.mode == "fwd" or self.given != "codes":
             asked = f"mode={self.mode} given={self.given}"
             raise UsageError(f"out=int8 {asked}: expected mode=bwd given=codes")
         elif self.group * self.out_block > MOST_IN_CODES:
@@ -103,6 +103,11 @@ class HadamardQuantizeProblem(Problem):
             raise UsageError(
                 f"group={self.group} out_block={self.out_block}: expected a group of at most {most}"
             )
+
+    @property
+    def clipped_by(self) -> str:
+        """The tensor that tells backward what was clipped."""
+        return "q" if self.given == "codes" else self.given
 
 
 class HadamardQuantize(StandardOp):
@@ -126,10 +131,12 @@ class HadamardQuantize(StandardOp):
         return {**super().fitted(fields), "n": ceil_div(fields["n"], unit) * unit}
 
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
-        """Return q with any scale: a backward reads none of it."""
+        """Return codes with any scale: a backward reads none of it."""
         given = super().arguments(fields, inputs)
-        if (q := inputs.get("q")) is not None:
-            given["q"] = Quantized4(q, None, q.new_ones(1, dtype=dtype_of("fp32")))
+        for name in {"q", "wide"} & inputs.keys():
+            codes = inputs[name]
+            packed, wide = (codes, None) if name == "q" else (None, codes)
+            given[name] = Quantized4(packed, wide, codes.new_ones(1, dtype=dtype_of("fp32")))
         return given
 
     def reads(self, problem: HadamardQuantizeProblem) -> Specs:
@@ -143,8 +150,9 @@ class HadamardQuantize(StandardOp):
             rows = capacity(m, 2, "dgrad", "half")
             slots = Spec("int32", (m, 2))
             specs = {"slots": slots, "unit": one, "dx_hat": Spec(dtype, (rows, n))}
-        specs |= quantised if problem.given == "x" else {"q": Spec("int8", (m, n // 2))}
-        return specs | seed_of(problem)
+        codes = {"q": Spec("int8", (m, n // 2)), "wide": Spec("int8", (m, n))}
+        told = problem.clipped_by
+        return specs | (quantised if told == "x" else {told: codes[told]}) | seed_of(problem)
 
     def writes(self, problem: HadamardQuantizeProblem) -> Specs:
         m, n = problem.m, problem.n
@@ -161,7 +169,7 @@ class HadamardQuantize(StandardOp):
     def drawn(self, problem: HadamardQuantizeProblem, source: Source) -> Tensors:
         """Draw LSQ's first step; of gathered rows a few are dropped, a few kept in two parts."""
         from jetfire.reference.hadamard_quantize import quantize
-        from jetfire.reference.nibbles import pack
+        from jetfire.reference.nibbles import pack, widen
 
         x = source.floats(problem.m, problem.n, dtype=problem.dtype)
         quantised = {"x": x, "step": first_step(x, problem.group)}
@@ -174,12 +182,13 @@ class HadamardQuantize(StandardOp):
         inputs["dx_hat"] = source.floats(rows, problem.n, dtype=problem.dtype)
         if problem.given == "x":
             return inputs | quantised
-        q = pack(quantize(**quantised, group=problem.group)[0])
-        return inputs | {"q": q} | draw(seed_of(problem), source)
+        q = quantize(**quantised, group=problem.group)[0]
+        codes = {"wide": widen(q)} if problem.given == "wide" else {"q": pack(q)}
+        return inputs | codes | draw(seed_of(problem), source)
 
     def reference(self, problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensors:
         from jetfire.reference import hadamard_quantize as reference
-        from jetfire.reference.nibbles import pack, unpack, widen
+        from jetfire.reference.nibbles import pack, widen
         from jetfire.reference.quantize import quantize
 
         group = problem.group
@@ -194,7 +203,7 @@ class HadamardQuantize(StandardOp):
             q, terms = reference.step_terms(dx_hat, inputs["x"], inputs["step"], group)
             expected = step_gradient(terms, "dstep")
         else:
-            q = unpack(inputs["q"])
+            q = _codes(problem, inputs)
         dx = reference.input_gradient(dx_hat, q, group).to(dtype_of(problem.dtype))
         if problem.out == "int8":
             codes = quantize(dx, problem.out_block, problem.rounding, inputs.get("seed"))
@@ -239,7 +248,6 @@ class HadamardQuantize(StandardOp):
         from jetfire.measure import gradient
         from jetfire.reference.hadamard import matrix
         from jetfire.reference.hadamard_quantize import multiplier
-        from jetfire.reference.nibbles import unpack
 
         group, device = problem.group, inputs["dx_hat"].device
         h = matrix(group).to(device)
@@ -249,7 +257,7 @@ class HadamardQuantize(StandardOp):
             return []
         one = torch.ones(1, dtype=torch.float64, device=device)
         step = inputs["step"].double() if given else one
-        x = inputs["x"].double() if given else transformed(unpack(inputs["q"]).double(), h)
+        x = inputs["x"].double() if given else transformed(_codes(problem, inputs).double(), h)
         steps = step.expand(len(x)).clone().requires_grad_()  # its gradient comes by rows
         v = transformed(x.requires_grad_(), h) / steps[:, None]
         q = v.detach().round().clamp(-8, 7)
@@ -285,7 +293,7 @@ class HadamardQuantize(StandardOp):
             compiled(),
             compiled(modes=["bwd"], settings={"gathered": ["true"]}),
             compiled(modes=["bwd"], settings={"gathered": ["true"], "out": ["int8"]}),
-            compiled(modes=["bwd"], settings={"given": ["x"]}),
+            compiled(modes=["bwd"], settings={"given": ["x", "wide"]}),
             at(turn=4, settings=settings, peers=("copy",)),
         ]
 
@@ -325,12 +333,17 @@ def _dense(inputs: Tensors) -> Tensor:
     return sum(parts, start=torch.zeros((), dtype=torch.float64, device=rows.device))
 
 
+def _codes(problem: HadamardQuantizeProblem, inputs: Tensors) -> Tensor:
+    """Return the codes that a backward is given, one per byte."""
+    from jetfire.reference.nibbles import narrow, unpack
+
+    return narrow(inputs["wide"]) if problem.given == "wide" else unpack(inputs["q"])
+
+
 def _backward_in_torch(
     problem: HadamardQuantizeProblem, inputs: Tensors, h: Tensor
 ) -> tuple[Tensor, ...]:
     import torch
-
-    from jetfire.reference.nibbles import unpack
 
     dx_hat = inputs["dx_hat"]
     if problem.gathered:
@@ -346,7 +359,7 @@ def _backward_in_torch(
         delta = torch.where(passed, q - v, q)
         sums = ((dx_hat * delta).sum(dim=1, dtype=torch.float32),)
     else:
-        q = unpack(inputs["q"])
+        q = _codes(problem, inputs)
         passed = (q > -8) & (q < 7)
     dx = transformed(torch.where(passed, dx_hat, 0.0).to(h.dtype), h)
     if problem.out == "int8":
@@ -357,19 +370,22 @@ def _backward_in_torch(
 OP = HadamardQuantize()
 
 
-def _given(dx_hat: Shape, x: Shape | None, slots: Shape | None) -> dict[str, Any]:
-    """Return fields: of q or of x and step; with slots, dx_hat holds the kept rows alone."""
+def _given(
+    dx_hat: Shape, x: Shape | None, wide: Shape | None, slots: Shape | None
+) -> dict[str, Any]:
+    """Return fields: of q, x and step, or wide; with slots, dx_hat holds the kept rows alone."""
     rows, n = dx_hat
+    of_codes: Given = "codes" if wide is None else "wide"
     return {
         "m": rows if slots is None else slots[0],
         "n": n,
-        "given": "codes" if x is None else "x",
+        "given": of_codes if x is None else "x",
         "gathered": slots is not None,
     }
 
 
 def _given_codes(dx_hat: Shape, slots: Shape | None) -> dict[str, Any]:
-    return _given(dx_hat, None, slots)
+    return _given(dx_hat, None, None, slots)
 
 
 _hadamard_quantize = Operator(
@@ -378,7 +394,7 @@ _hadamard_quantize = Operator(
 )
 _hadamard_quantize_backward = Operator(
     "hadamard_quantize_backward(Tensor dx_hat, Tensor? q, Tensor? x, Tensor? step, Tensor?"
-    " slots, Tensor? unit, int group) -> Tensor[]",
+    " wide, Tensor? slots, Tensor? unit, int group) -> Tensor[]",
     derive=_given,
     dtype_field="dtype",
 )
@@ -422,6 +438,7 @@ def int4_quantize_backward(
     q: Quantized4 | None = None,
     x: Tensor | None = None,
     step: Tensor | None = None,
+    wide: Quantized4 | None = None,
     group: Group = 32,
     slots: Tensor | None = None,
     unit: Tensor | None = None,
@@ -436,7 +453,8 @@ def int4_quantize_backward(
         dx_hat: m×n bf16, fp16 or fp32; with `slots` the kept rows alone, as `int4_gemm` leaves
             them.
         q: what x was quantised to, its packed codes: one at either end counts as clipped. Or else
-        x, step: what was quantised, and its step: then the step has a gradient too.
+        x, step: what was quantised, and its step: then the step has a gradient too. Or else
+        wide: what x was quantised to, its wide codes.
         slots, unit: of `int4_sample_rows` and the scale of `int4_bit_split`: the rows that belong
             to each row of x; both or neither.
         out: "float", or with `q` "int8": what `int8_quantize` makes of dx in blocks of `out_block`,
@@ -449,12 +467,13 @@ def int4_quantize_backward(
     """
     expect.matrix("dx_hat", dx_hat, expect.FLOATS)
     expect.choice("group", group, Group)
-    if (q is None) == (x is None) or (x is None) != (step is None):
-        raise UsageError("q, x and step: expected q alone, or x and step")
+    if [q, x, wide].count(None) != 2 or (x is None) != (step is None):
+        raise UsageError("q, x, step and wide: expected q alone, wide alone, or x and step")
     expect.choice("out", out, Out)
     expect.choice("out_block", out_block, Block)
     if out == "int8" and q is None:
-        raise UsageError("out=int8 with x and step: expected q alone")
+        told = "x and step" if wide is None else "wide"
+        raise UsageError(f"out=int8 with {told}: expected q alone")
     if (slots is None) != (unit is None):
         raise UsageError("slots and unit: expected both or neither")
     rows, n = dx_hat.shape
@@ -463,10 +482,13 @@ def int4_quantize_backward(
         slots = expect.exactly("slots", slots, "int32", (rows, 2), dx_hat)
         expect.scalar("unit", unit, dx_hat)
         unit = unit.view(1)
-    codes = None
+    codes = wide_codes = None
     if q is not None:
         codes = expect.packed("q", q)
         expect.shaped("q", codes, (rows, n // 2), dx_hat)
+    if wide is not None:
+        wide_codes = expect.wide("wide", wide)
+        expect.shaped("wide", wide_codes, (rows, n), dx_hat)
     if x is not None and step is not None:
         expect.matrix("x", x, (expect.named(dx_hat.dtype),))
         expect.shaped("x", x, (rows, n), dx_hat)
@@ -477,5 +499,5 @@ def int4_quantize_backward(
         options = group, out_block, rounding
         found = _hadamard_quantize_backward_quantized(dx_hat, codes, slots, unit, seed, *options)
         return Quantized.of(found, "q", out_block)
-    found = _hadamard_quantize_backward(dx_hat, codes, x, step, slots, unit, group)
+    found = _hadamard_quantize_backward(dx_hat, codes, x, step, wide_codes, slots, unit, group)
     return found[0] if x is None else tuple(found)

@@ -29,7 +29,7 @@ ROWS = registry.get_kernel("hadamard_quantize", "rows")
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 GRADIENTS = [
     {"mode": "bwd", "given": given, "gathered": gathered}
-    for given in ("codes", "x")
+    for given in ("codes", "x", "wide")
     for gathered in (False, True)
 ]
 # A gradient in codes, as training makes it: of kept rows, rounded stochastically.
@@ -191,9 +191,10 @@ def test_row_strided_views_of_every_alignment(device, kernel, before):
         for name in {"x", "dx_hat"} & set(inputs):
             wide = torch.nn.functional.pad(inputs[name], (before, 8 + before), value=math.nan)
             inputs[name] = wide[:, before : before + 90]
-        if "q" in inputs:
-            wide = torch.nn.functional.pad(inputs["q"], (before, 8 + before), value=99)
-            inputs["q"] = wide[:, before : before + 45]
+        for name, columns in (("q", 45), ("wide", 90)):
+            if name in inputs:
+                wide = torch.nn.functional.pad(inputs[name], (before, 8 + before), value=99)
+                inputs[name] = wide[:, before : before + columns]
         check(kernel, problem, inputs)
 
 
@@ -252,7 +253,7 @@ def test_a_gradient_that_was_not_finite_shows_where_rows_were_dropped(device, ke
     inputs = OP.inputs(problem, device)
     inputs["unit"].fill_(math.nan)
     check(kernel, problem, inputs)
-    for given in ("codes", "x"):
+    for given in ("codes", "x", "wide"):
         none = dataclasses.replace(problem, given=given)
         inputs = OP.inputs(none, device)
         inputs["slots"].fill_(-1)
@@ -304,6 +305,7 @@ def test_what_is_refused():
         ({"n": 64, "layout": "q"}, "layout=q: expected packed or wide or both"),
         ({"n": 64, "out": "int8"}, "out=int8 mode=fwd given=codes: expected mode=bwd given=codes"),
         ({"n": 64, **GRADIENTS[2], "out": "int8"}, "out=int8 mode=bwd given=x: expected"),
+        ({"n": 64, **GRADIENTS[4], "out": "int8"}, "out=int8 mode=bwd given=wide: expected"),
         ({"n": 64, "mode": "bwd", "out_block": 64}, "out_block=64 out=float: expected out=int8"),
         ({"n": 64, "rounding": "stochastic"}, "rounding=stochastic out=float: expected out=int8"),
         (
@@ -324,6 +326,7 @@ def test_a_function_says_what_codes_of_a_gradient_need():
         ({"q": q, "out": "bf16"}, "out=bf16: expected float or int8"),
         ({"q": q, "out": "int8", "rounding": "up"}, "rounding=up: expected nearest or stochastic"),
         ({"q": q, "out": "int8", "out_block": 16}, "out_block=16: expected 32 or 64 or 128"),
+        ({"wide": q, "out": "int8"}, "out=int8 with wide: expected q alone"),
         (
             {"x": inputs["dx_hat"], "step": step, "out": "int8"},
             "out=int8 with x and step: expected q alone",

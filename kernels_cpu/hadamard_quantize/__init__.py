@@ -12,7 +12,7 @@ from jetfire.core.tensors import Tensors, dtype_of
 from jetfire.kernels_cpu.common import TorchKernel, quantised
 from jetfire.reference.hadamard import factor
 from jetfire.reference.hadamard_quantize import LEAST, MOST, gathered, inside, multiplier
-from jetfire.reference.nibbles import pack, unpack, widen
+from jetfire.reference.nibbles import narrow, pack, unpack, widen
 
 SLAB = 1 << 16  # elements
 
@@ -99,6 +99,8 @@ class TorchHadamardQuantize(TorchKernel):
             q = rounded(v)
             passes = inside(q)
             found["dstep"] = (g * torch.where(passes, q - v, q)).sum(dim=1)
+        elif problem.given == "wide":
+            passes = inside(narrow(inputs["wide"][slab]))
         else:
             passes = inside(unpack(inputs["q"][slab]))
         found["dx"] = butterflies(g.masked_fill(~passes, 0.0), group) * factor(group)

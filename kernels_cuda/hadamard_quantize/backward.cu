@@ -4,7 +4,7 @@
 
 struct Arguments {
   const uint8_t* dx_hat;
-  const uint8_t* given;  // packed codes, or x
+  const uint8_t* given;  // codes, packed or wide, or x
   const float* step;
   const int32_t* slots;
   const float* unit;

@@ -5,7 +5,6 @@
 #include "transform.cuh"
 
 constexpr int G_BITS = bits_of(G_TYPE), DX_BITS = bits_of(DX_TYPE);
-constexpr int GIVEN_BITS = GIVEN_X ? bits_of(X_TYPE) : 4;
 constexpr int PARTS = GATHERED ? 2 : 1;
 
 // A row's parts of dx_hat, up to the column where each ends: 0 for one that is not there.
@@ -63,11 +62,14 @@ DEVICE void mark(Tile& tile, const Source& source) {
   }
 }
 
-// Bit 2 of each nibble that is −8 or 7, whose three lower bits are alike and unlike its highest.
+// Of packed or wide codes, bit 2 of each nibble that is −8 or 7, whose three lower bits are alike and unlike its highest.
 DEVICE uint32_t clipped(uint32_t codes) {
   const uint32_t differ = codes ^ codes >> 1;
   return differ & ~(differ << 1) & ~(differ << 2) & 0x44444444u;
 }
+
+constexpr int CODES = 32 / GIVEN_BITS;           // of a word
+constexpr uint32_t EDGE = 4u << GIVEN_BITS - 4;  // of its first, in the highest nibble
 
 // The gradient where it passes, else 0.
 template <bool MARKED = false>
@@ -75,13 +77,13 @@ DEVICE void mask_by_codes(Values& v, const Tile& tile, const Source& source) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-    for (int i = 0; i < ELEMENTS / 8; ++i) {
+    for (int i = 0; i < ELEMENTS / CODES; ++i) {
       uint32_t edges = 0;
       if constexpr (!GIVEN_X) edges = clipped(tile.given[c][i]);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float g = gradient_of<MARKED>(tile, source, c, 8 * i + j);
-        v[c][8 * i + j] = edges & 4u << 4 * j ? 0.0f : g;
+      for (int j = 0; j < CODES; ++j) {
+        const float g = gradient_of<MARKED>(tile, source, c, CODES * i + j);
+        v[c][CODES * i + j] = edges & EDGE << GIVEN_BITS * j ? 0.0f : g;
       }
     }
   }

@@ -28,6 +28,7 @@ NOTES = {
     "WIDE": "codes are written one in a byte",
     "WIDE_BYTES": "of these, that one access writes",
     "GIVEN_X": "what is clipped is seen from x, else from the codes",
+    "GIVEN_BITS": "of an element of x, or of a code",
     "GIVEN_BYTES": "of x or the codes, that one access reads",
     "GATHERED": "a row's gradient is the sum of two rows'",
     "G_TYPE": "of dx_hat: 0 bf16, 1 fp16, 2 fp32",
@@ -64,16 +65,17 @@ class RowsHost(Host):
 
     def sentences(self, problem: HadamardQuantizeProblem) -> tuple[str, ...]:
         packed = "q holds two codes per byte, the first in its low half."
+        wide = "wide holds one code per byte, in its high half; the low one is 0."
         if problem.mode == "bwd":
             gradient = "dx_hat is the gradient to step·codes, which the product multiplied"
             if problem.given == "x":
                 return (f"{gradient}; dstep is the step's, row by row.",)
             if problem.out == "int8":
                 return packed, f"{gradient}; dx is codes, dx_scale the scale of each of its blocks."
-            return packed, f"{gradient}."
+            return wide if problem.given == "wide" else packed, f"{gradient}."
         codes = [packed] if problem.layout != "wide" else []
         if problem.layout != "packed":
-            codes.append("wide holds one code per byte, in its high half; the low one is 0.")
+            codes.append(wide)
         scale = "scale is the step, NaN where x or the step is not finite; squares are, row by row,"
         return *codes, f"{scale} the sums of the codes' squares."
 
@@ -84,11 +86,11 @@ class RowsHost(Host):
         return {
             "backward": problem.mode == "bwd",
             "function": self.codes(problem, config)[0].name,
-            "given": "x" if problem.given == "x" else "q",
+            "given": problem.clipped_by,
             "most_columns": rows.MOST_COLUMNS,
             # Bytes from row to row of what is read, in C.
             "pitch": {
-                name: f"(int64_t)n * {matrix.bits // 8}" if matrix.bits >= 8 else "n / 2"
+                name: {4: "n / 2", 8: "n"}.get(matrix.bits, f"(int64_t)n * {matrix.bits // 8}")
                 for name, matrix in rows.contiguous(problem, config)
             },
             "constants": {"ROWS": (config.rows, "rows of a block")},

@@ -125,7 +125,7 @@ def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices
 def _names(problem: HadamardQuantizeProblem) -> list[str]:
     """List the matrices that a launch reads and writes."""
     if problem.mode == "bwd":
-        return ["dx_hat", "x" if problem.given == "x" else "q", "dx"]
+        return ["dx_hat", problem.clipped_by, "dx"]
     codes = {"packed": ["q"], "wide": ["wide"], "both": ["q", "wide"]}
     return ["x", *codes[problem.layout]]
 
@@ -149,10 +149,11 @@ def program(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matr
     x = found.get("x", none)
     constants |= {"X_TYPE": TYPES[x.kind]}
     if problem.mode == "bwd":
-        given = found["x" if problem.given == "x" else "q"]
+        given = found[problem.clipped_by]
         source = BACKWARD
         constants |= {
             "GIVEN_X": problem.given == "x",
+            "GIVEN_BITS": given.bits,
             "GIVEN_BYTES": given.access,
             "GATHERED": problem.gathered,
             "G_TYPE": TYPES[found["dx_hat"].kind],
@@ -202,7 +203,8 @@ def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> in
     rest = (36 if single else 24) + (4 if problem.gathered else 0)
     if problem.out == "int8":
         rest += _of_codes(problem, config)
-    return max(values, parts) + config.prefetch * (parts + values // 8) + rest
+    codes = values // (4 if problem.given == "wide" else 8)
+    return max(values, parts) + config.prefetch * (parts + codes) + rest
 
 
 def _of_codes(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
@@ -367,7 +369,7 @@ def _backward_arguments(
     problem: HadamardQuantizeProblem, inputs: Tensors, outputs: Tensors
 ) -> bytes:
     address, dx_hat = driver.address, inputs["dx_hat"]
-    given, slots = inputs["x" if problem.given == "x" else "q"], inputs.get("slots")
+    given, slots = inputs[problem.clipped_by], inputs.get("slots")
     return struct.pack(
         "<7Q3q2i",
         address(dx_hat),
