@@ -104,6 +104,7 @@ class Int4Kept(NamedTuple):
 
     Attributes:
         packed, x_scale, squares: the input's codes, packed, their step, and the rows' squares.
+        weight: for its dtype; and autograd refuses a backward where it changed since forward.
 
     The rest is as in `Int4Product`.
     """
@@ -114,9 +115,15 @@ class Int4Kept(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     seeds: Tensor
+    q: Tensor
     scale: Tensor
     qt: Tensor
     scale_t: Tensor | None
+
+    @property
+    def codes(self) -> Quantized4:
+        """The weight's wide codes, which tell what was clipped of it."""
+        return Quantized4(None, self.q, self.scale)
 
     @property
     def transpose(self) -> Quantized4 | Quantized:
@@ -167,7 +174,8 @@ def _kept_of(codes: Quantized4, by: Int4Product) -> Int4Kept:
     assert codes.packed is not None
     assert codes.squares is not None
     of_x = codes.packed, codes.scale, codes.squares
-    return Int4Kept(*of_x, by.weight, by.bias, by.seeds, by.scale, by.qt, by.scale_t)
+    of_weight = by.q, by.scale, by.qt, by.scale_t
+    return Int4Kept(*of_x, by.weight, by.bias, by.seeds, *of_weight)
 
 
 def _quantised(
@@ -212,8 +220,7 @@ def multiply_backward(
         dx = gradient.of_input(kept.transpose, x, setting.group, rounded)
     if wants.weight:
         dw_hat = gradient.transposed_times(x, FLOATS[kept.weight.dtype])
-        of_weight = _out_by_in(kept.weight, setting.transposed)
-        dw, _ = int4_quantize_backward(dw_hat, x=of_weight, step=kept.scale, group=setting.group)
+        dw = int4_quantize_backward(dw_hat, wide=kept.codes, group=setting.group)
         dw = dw.t() if setting.transposed else dw
     if wants.bias:
         assert kept.bias is not None

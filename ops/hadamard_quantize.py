@@ -67,10 +67,10 @@ class HadamardQuantizeProblem(Problem):
 
     bwd: dx_hat (m×n), the gradient of the codes times scale, to dx. ``given=codes``: with q packed;
     ``given=wide``: with wide. ``given=x``: with x and step, and then dstep (m,) is the step's
-    gradient by rows. ``gathered``: dx_hat holds the kept rows alone, as many as it may be; slots (m×2 int32) says which two of them
-    sum to a row, −1 for one that is not there, which counts as 0·unit (1,). ``out=int8``, of
-    ``given=codes`` alone: dx in `dtype`, and then quantised with `rounding`, in blocks of
-    `out_block`.
+    gradient by rows. ``gathered``: dx_hat holds the kept rows alone, as many as it may be; slots
+    (m×2 int32) says which two of them sum to a row, −1 for one that is not there, which counts as
+    0·unit (1,). ``out=int8``, of ``given=codes`` alone: dx in `dtype`, and then quantised with
+    `rounding`, in blocks of `out_block`.
 
     A step is usable where (1/√group)/step, rounded in fp32, is finite and above 0. With another one
     (NaN, ±Inf, 0, negative, or below about 2⁻¹²⁸/√group) scale is NaN, and where x is finite codes

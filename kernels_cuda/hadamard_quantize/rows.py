@@ -204,7 +204,11 @@ def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> in
     if problem.out == "int8":
         rest += _of_codes(problem, config)
     codes = values // (4 if problem.given == "wide" else 8)
-    return max(values, parts) + config.prefetch * (parts + codes) + rest
+    if config.prefetch:
+        rest += parts + codes
+    elif single and problem.given == "wide":
+        rest += 2 * codes  # beside 32 values in fp32 they do not fit in 80 registers
+    return max(values, parts) + rest
 
 
 def _of_codes(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
