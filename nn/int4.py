@@ -174,8 +174,7 @@ def _kept_of(codes: Quantized4, by: Int4Product) -> Int4Kept:
     assert codes.packed is not None
     assert codes.squares is not None
     of_x = codes.packed, codes.scale, codes.squares
-    of_weight = by.q, by.scale, by.qt, by.scale_t
-    return Int4Kept(*of_x, by.weight, by.bias, by.seeds, *of_weight)
+    return Int4Kept(*of_x, by.weight, by.bias, by.seeds, by.q, by.scale, by.qt, by.scale_t)
 
 
 def _quantised(
