@@ -53,6 +53,7 @@ VARIATIONS_OF = {
         ("fwd", {"layout": "both"}),
         ("bwd", {**ROUNDED, "gathered": True}),
         ("bwd", {**ROUNDED, "out_block": 128}),
+        ("bwd", {"given": "wide", "dtype": "fp32"}),
     ),
 }
 

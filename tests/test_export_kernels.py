@@ -152,6 +152,12 @@ CASES = [
         columns(n=2050, group=2, mode="bwd", out="int8"),
         RowsConfig(8, 2, 8, 8, 1),
     ),
+    (
+        "hadamard_quantize",
+        "rows",
+        columns(n=2056, group=8, mode="bwd", given="wide", dtype="fp32"),
+        RowsConfig(8, 2, 32, 4, 6),
+    ),
 ]
 
 

@@ -19,7 +19,7 @@ from jetfire.core.problem import MOST_IN_CODES
 from jetfire.core.tensors import Quantized4, dtype_of
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
-from jetfire.ops import int4_quantize_backward, int8_quantize
+from jetfire.ops import int4_quantize, int4_quantize_backward, int8_quantize
 from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
 from jetfire.tests.audited import together
@@ -124,6 +124,35 @@ def test_codes_of_a_gradient_are_those_of_the_gradient(device, dtype, gathered):
         assert found.block == block
         assert torch.equal(found.q, expected.q)
         assert torch.equal(found.scale, expected.scale)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_what_was_clipped_is_told_alike(device, dtype, gathered):
+    """By packed codes, wide ones, and what was quantised."""
+    problem = OP.Problem(70, 192, mode="bwd", given="x", dtype=dtype, gathered=gathered)
+    inputs = OP.inputs(problem, device, data="outlier")
+    more = {name: inputs[name] for name in ("slots", "unit") if gathered}
+    codes = int4_quantize(inputs["x"], inputs["step"], layout="both")
+    expected, _ = int4_quantize_backward(
+        inputs["dx_hat"], x=inputs["x"], step=inputs["step"], **more
+    )
+    for told in ("q", "wide"):
+        found = int4_quantize_backward(inputs["dx_hat"], **{told: codes}, **more)
+        assert torch.equal(found, expected), told
+
+
+def test_the_low_half_of_a_wide_code_tells_nothing(device, kernel):
+    problem = OP.Problem(4, 256, mode="bwd", given="wide", group=1, dtype="fp32")
+    inputs = OP.inputs(problem, device)
+    every = torch.arange(-128, 128, device=device).to(torch.int8)
+    inputs["wide"] = every.expand(4, 256).contiguous()
+    check(kernel, problem, inputs)
+    outputs = OP.poison(problem, OP.outputs(problem, inputs))
+    config = kernel.default(problem, Device.of(inputs["wide"]))
+    launch(kernel, problem, config, inputs, outputs)
+    clipped = (every < -112) | (every >= 112)
+    assert torch.equal(outputs["dx"], inputs["dx_hat"].masked_fill(clipped, 0.0))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
@@ -423,6 +452,8 @@ def loop_of(sass):
         (GRADIENTS[2], (9, 0), 34),
         (GRADIENTS[3], (8, 0), 37),
         (GRADIENTS[3], (9, 0), 37),
+        (GRADIENTS[4], (9, 0), 17),
+        (GRADIENTS[5], (9, 0), 23),
         (CODES, (8, 0), 37),
         (CODES, (9, 0), 36),
         ({**CODES, "gathered": False}, (9, 0), 33),
@@ -447,14 +478,15 @@ def test_machine_code(fields, capability, most):
     assert 5 * elements < loop_of(found.sass) <= most * elements
 
 
-MOST = ({"layout": "both"}, GRADIENTS[3])  # that a config may have to hold
+# That a config may have to hold; and what an fp32 weight's gradient is made of.
+MOST = ({"layout": "both"}, GRADIENTS[3], {**GRADIENTS[4], "dtype": "fp32"})
 
 
 def of_config(config):
     """The legal ones of its cases."""
     device = target_device((9, 0))
     problems = [
-        OP.Problem(64, 2048, group=min(config.tile, 1024), dtype="bf16", **fields)
+        OP.Problem(64, 2048, group=min(config.tile, 1024), **{"dtype": "bf16", **fields})
         for fields in MOST
     ]
     for block in (32, 64, 128):
@@ -507,6 +539,8 @@ def test_legality_has_reasons():
     grouped = OP.Problem(64, 2048, group=1024)
     gradient = OP.Problem(64, 2048, dtype="fp32", **GRADIENTS[3])
     codes = OP.Problem(64, 2048, **CODES, out_block=64)
+    of_weight = OP.Problem(64, 2048, dtype="fp32", **GRADIENTS[4])
+    crowded = {"elements": 32, "chunks": 1, "warps": 8, "blocks": 3, "prefetch": False}
     for asked, where, fields, word in (
         (problem, turing, {}, "sm_80"),
         (problem, Device(kind="cpu"), {}, "sm_80"),
@@ -515,6 +549,7 @@ def test_legality_has_reasons():
         (problem, device, {"elements": 32, "chunks": 2}, "64 elements per thread"),
         (grouped, device, {"lanes": 16}, "tiles of 512 columns: expected at least group=1024"),
         (gradient, device, {"warps": 8, "blocks": 4}, "registers"),
+        (of_weight, device, crowded, "needs 84 registers"),
         (OP.Problem(1, 2**25), device, {}, "at most 16777216"),
         (codes, device, {}, "4 rows: expected a multiple of out_block=64"),
         (codes, device, {"lanes": 4, "warps": 8}, "32 columns to a run: expected a multiple of"),

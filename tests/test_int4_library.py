@@ -258,15 +258,17 @@ def test_refuses_in_one_line(device):
         int4.int4_quantize(x, step, group=128)
     with pytest.raises(UsageError, match=r"^n=63: expected an even"):
         int4.int4_quantize(x[:, :63], step, group=1)
+    told = {"q": q, "x": x, "step": step, "wide": q._replace(wide=x.to(torch.int8))}
+    alone = "q, x, step and wide: expected q alone, wide alone, or x and step"
+    for names in ("", "x", "step", "q step", "wide step", "q wide", "q x step", "wide x step"):
+        given = {name: told[name] for name in names.split()}
+        refuse(alone, int4.int4_quantize_backward, x, **given)
     refuse(
-        "q, x and step: expected q alone, or x and step",
+        "wide has shape (36, 64): expected (72, 64)",
         int4.int4_quantize_backward,
         x,
-        q=q,
-        x=x,
-        step=step,
+        wide=q._replace(wide=told["wide"].wide[:36]),
     )
-    refuse("q, x and step: expected q alone, or x and step", int4.int4_quantize_backward, x, x=x)
     refuse(
         "x is float32: expected bfloat16", int4.int4_quantize_backward, x, x=x.float(), step=step
     )
@@ -318,6 +320,8 @@ def test_refuses_codes_of_the_other_form(device):
     message = "{} holds wide codes alone: expected packed ones (layout=packed, both)"
     refuse(message.format("x"), int4.int4_gather_rows, wide)
     refuse(message.format("q"), int4.int4_quantize_backward, x, q=wide)
+    message = "wide holds packed codes alone: expected wide ones (layout=wide, both)"
+    refuse(message, int4.int4_quantize_backward, x, wide=packed)
     message = "a and b: expected packed codes of both, or wide codes of both"
     refuse(message, int4.int4_gemm, packed, wide)
     refuse(message, int4.int4_gemm, wide, packed)

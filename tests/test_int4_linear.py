@@ -303,6 +303,39 @@ def test_buffers_may_be_written_between_forward_and_backward():
     assert layer.weight.grad is not None
 
 
+def test_a_weight_that_changed_since_forward_is_refused():
+    layer, x = layer_of(64, 48, Int4()), outlying(40, 64)
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Int4Conv1D])
+@pytest.mark.parametrize("name", INT4)
+def test_a_weight_s_gradient_passes_where_the_weight_was_not_clipped(kind, name, monkeypatch):
+    """As is seen from the weight itself and its step."""
+    layer, x = layer_of(64, 96, KINDS[name], kind=kind), outlying(40, 64)
+    with torch.no_grad():
+        layer.weight[:, ::17] *= 30
+    given, backward = [], module_of_int4.int4_quantize_backward
+
+    def recorded(dw_hat, **options):
+        given.append(dw_hat)
+        return backward(dw_hat, **options)
+
+    monkeypatch.setattr(module_of_int4, "int4_quantize_backward", recorded)
+    found = gradients_of(layer, x, torch.randn(40, 96))[1]
+    (dw_hat,) = given
+    weight = (layer.weight.t() if kind is Int4Conv1D else layer.weight).detach().contiguous()
+    step = int4_measured_step(weight)
+    expected, _ = backward(dw_hat, x=weight, step=step, group=layer.group)
+    assert torch.equal(found, expected)
+    q = int4_quantize(weight, step, group=layer.group, layout="wide").wide >> 4
+    assert 0 < int(((q == -8) | (q == 7)).sum()) < q.numel()
+
+
 def test_frozen():
     layer, x = layer_of(64, 48, Int4()), outlying(40, 64)
     layer.requires_grad_(False)

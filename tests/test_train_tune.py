@@ -110,6 +110,11 @@ def test_a_step_in_4_bits_asks_for_its_stages():
     assert {shape[1:] for shape in shapes["dgrad"]} == {(inp, out) for out, inp in linears}
     assert {shape[:2] for shape in shapes["wgrad"]} == set(linears)
     assert {(p.product, p.keep) for p in found["sample_rows"]} == {("both", "half")}
+    # What was clipped of a weight its wide codes tell, of an input its packed ones.
+    told = {"wide": set(linears), "codes": {(TOKENS, inp) for _, inp in linears}}
+    back = [p for p in found["hadamard_quantize"] if p.mode == "bwd"]
+    assert {p.given for p in back} == set(told)
+    assert all({(p.m, p.n) for p in back if p.given == by} == told[by] for by in told)
     # No product of parts reads a gradient's transpose, nor its bias's sums.
     gradients = [p for name in ("gelu", "layernorm") for p in found[name] if p.mode == "bwd"]
     assert {p.layout for p in (*gradients, *found["quantize_qkv"])} == {"q"}

@@ -39,6 +39,7 @@ FIELDS = {
     "hadamard_quantize": [
         {"mode": "fwd", "group": 2, "dtype": "fp16"},
         {"mode": "bwd", "group": 2, "given": "x", "dtype": "fp32"},
+        {"mode": "bwd", "group": 2, "given": "wide", "dtype": "fp32"},
         {"mode": "bwd", "group": 2, "out": "int8", "rounding": "stochastic"},
     ],
     "hadamard_quantize_codes": [{"group": 2}],
