@@ -62,7 +62,8 @@ DEVICE void mark(Tile& tile, const Source& source) {
   }
 }
 
-// Of packed or wide codes, bit 2 of each nibble that is −8 or 7, whose three lower bits are alike and unlike its highest.
+// Bit 2 of each nibble that is −8 or 7, whose three lower bits are alike and unlike its highest. Of
+// wide codes the high nibbles count.
 DEVICE uint32_t clipped(uint32_t codes) {
   const uint32_t differ = codes ^ codes >> 1;
   return differ & ~(differ << 1) & ~(differ << 2) & 0x44444444u;
