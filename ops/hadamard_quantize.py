@@ -467,7 +467,7 @@ def int4_quantize_backward(
     """
     expect.matrix("dx_hat", dx_hat, expect.FLOATS)
     expect.choice("group", group, Group)
-    if [q, x, wide].count(None) != 2 or (x is None) != (step is None):
+    if sum(told is not None for told in (q, x, wide)) != 1 or (x is None) != (step is None):
         raise UsageError("q, x, step and wide: expected q alone, wide alone, or x and step")
     expect.choice("out", out, Out)
     expect.choice("out_block", out_block, Block)
