@@ -1,6 +1,6 @@
 // Transform, multiply, round: the 4-bit codes of a matrix's rows, as jetfire.reference's quantize
 // has them to the bit.
-#include "transform.cuh"
+#include "forward.cuh"
 
 struct Arguments {
   const uint8_t* x;
@@ -13,21 +13,6 @@ struct Arguments {
   int64_t pitch;       // bytes from row to row of x
   int32_t m, n;
 };
-
-// The low bytes of four codes.
-DEVICE uint32_t bytes_of(const float* v, float inverse) {
-  uint32_t k[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) k[i] = __float_as_uint(code(__fmul_rn(v[i], inverse)));
-  return __byte_perm(__byte_perm(k[0], k[1], 0x0040), __byte_perm(k[2], k[3], 0x0040), 0x5410);
-}
-
-// The low nibbles of eight bytes, the first lowest.
-DEVICE uint32_t nibbles_of(uint32_t low, uint32_t high) {
-  const uint32_t a = (low & 0x0F0F0F0Fu) | (low >> 4 & 0xF0F0F0F0u);
-  const uint32_t b = (high & 0x0F0F0F0Fu) | (high >> 4 & 0xF0F0F0F0u);
-  return __byte_perm(a, b, 0x6420);  // each pair is in its first byte
-}
 
 // Whether a sum of any group was not finite, in the threads that have them: 0·sum is then NaN.
 DEVICE void note_faults(const Values& v, float& fault) {
@@ -81,20 +66,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) forward(const A
     note_faults(v, fault);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      uint32_t bytes[ELEMENTS / 4], nibbles[ELEMENTS / 8];
-#pragma unroll
-      for (int i = 0; i < ELEMENTS / 4; ++i) {
-        bytes[i] = bytes_of(&v[c][4 * i], inverse);
-        squares = __dp4a(int(bytes[i]), int(bytes[i]), squares);
-      }
-#pragma unroll
-      for (int i = 0; i < ELEMENTS / 8; ++i) {
-        nibbles[i] = nibbles_of(bytes[2 * i], bytes[2 * i + 1]);
-      }
-      if (PACKED) store<4, PACKED_BYTES>(q, nibbles, column + c * RUN, columns);
-#pragma unroll
-      for (int i = 0; i < ELEMENTS / 4; ++i) bytes[i] = bytes[i] << 4 & 0xF0F0F0F0u;
-      if (WIDE) store<8, WIDE_BYTES>(wide, bytes, column + c * RUN, columns);
+      write_run(q, wide, v[c], inverse, column + c * RUN, columns, squares);
     }
   }
 

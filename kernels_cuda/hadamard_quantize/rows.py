@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 
 FORWARD = Path(__file__).parent / "forward.cu"
+FORWARD_CODES = Path(__file__).parent / "forward_codes.cu"
 BACKWARD = Path(__file__).parent / "backward.cu"
 BACKWARD_CODES = Path(__file__).parent / "backward_codes.cu"
 TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # transform.cuh
@@ -81,7 +82,7 @@ def bits_of(kind: str) -> int:
     return {"nibbles": 4, "bytes": 8, "fp32": 32}.get(kind, 16)
 
 
-def _access(n: int, kind: str, elements: int, *places: int) -> int:
+def access_of(n: int, kind: str, elements: int, *places: int) -> int:
     """Return the most bytes of a run that divide a row, and all of `places`: addresses, pitches."""
     row = n * bits_of(kind) // 8
     most = min(16, elements * bits_of(kind) // 8)
@@ -109,7 +110,7 @@ def matrices_of(
         x = inputs[name] if name in inputs else outputs[name]
         kind = _kind(x, packed=name == "q")
         places = x.data_ptr(), x.stride(0) * x.itemsize
-        found.append((name, Matrix(kind, _access(problem.n, kind, config.elements, *places))))
+        found.append((name, Matrix(kind, access_of(problem.n, kind, config.elements, *places))))
     return tuple(found)
 
 
@@ -118,7 +119,7 @@ def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices
     kinds = {"q": "nibbles", "wide": "bytes"} | ({"dx": "bytes"} if problem.out == "int8" else {})
     pairs = [(name, kinds.get(name, problem.dtype)) for name in _names(problem)]
     return tuple(
-        (name, Matrix(kind, _access(problem.n, kind, config.elements))) for name, kind in pairs
+        (name, Matrix(kind, access_of(problem.n, kind, config.elements))) for name, kind in pairs
     )
 
 

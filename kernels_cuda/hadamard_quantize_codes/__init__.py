@@ -1,0 +1,163 @@
+"""The Hadamard quantiser of codes in CUDA C++: rows are walked as `hadamard_quantize`'s are.
+
+Triton's kernel transforms by matrix products, whose results lie otherwise in registers than what
+is read and written: on an H100 moving them takes it longer than DRAM does.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from jetfire.core.device import Device
+from jetfire.core.tensors import Tensors, ceil_div
+from jetfire.core.workspace import counters
+from jetfire.kernels_cuda.compile import header
+from jetfire.kernels_cuda.driver import address
+from jetfire.kernels_cuda.hadamard_quantize import rows
+from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
+from jetfire.kernels_cuda.program import CudaKernel, Program
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetfire.ops.hadamard_quantize_codes import HadamardQuantizeCodesProblem
+
+Matrices = tuple[tuple[str, Matrix], ...]
+KINDS = {"q": "bytes", "packed": "nibbles", "wide": "bytes"}
+
+
+def _names(problem: HadamardQuantizeCodesProblem) -> list[str]:
+    """List the matrices that a launch reads and writes."""
+    return ["q", *(("packed", "wide") if problem.layout == "both" else (problem.layout,))]
+
+
+def contiguous(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> Matrices:
+    """Return the matrices of contiguous tensors at multiples of 16."""
+    return tuple(
+        (name, Matrix(KINDS[name], rows.access_of(problem.n, KINDS[name], config.elements)))
+        for name in _names(problem)
+    )
+
+
+def matrices_of(
+    problem: HadamardQuantizeCodesProblem, config: RowsConfig, q: torch.Tensor
+) -> Matrices:
+    """Return a launch's matrices: outputs are new."""
+    access = rows.access_of(problem.n, "bytes", config.elements, q.data_ptr(), q.stride(0))
+    return (("q", Matrix("bytes", access)), *contiguous(problem, config)[1:])
+
+
+def needed_registers(config: RowsConfig) -> int:
+    """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90."""
+    values = config.elements * config.chunks
+    ahead = config.prefetch * (values // 4 + config.chunks)
+    return values + ahead + 24
+
+
+def program(
+    problem: HadamardQuantizeCodesProblem, config: RowsConfig, matrices: Matrices
+) -> Program:
+    """Return the function for matrices of some alignment; all shapes may have the same."""
+    found, none = dict(matrices), Matrix("bytes", 1)
+    constants: dict[str, bool | int] = {
+        "BLOCK": problem.block,
+        "GROUP": problem.group,
+        "FACTOR_BITS": int(np.float32(problem.group**-0.5).view(np.int32)),
+        "ELEMENTS": config.elements,
+        "CHUNKS": config.chunks,
+        "LANES": config.lanes,
+        "WARPS": config.warps,
+        # Bytes that lie anywhere take registers to put in place.
+        "BLOCKS": config.blocks if min(x.access for _, x in matrices) >= 4 else 1,
+        "PREFETCH": config.prefetch,
+        "X_BYTES": found["q"].access,
+        "PACKED": "packed" in found,
+        "PACKED_BYTES": found.get("packed", none).access,
+        "WIDE": "wide" in found,
+        "WIDE_BYTES": found.get("wide", none).access,
+    }
+    return Program(rows.FORWARD_CODES, header(constants), 0, config.warps)
+
+
+class RowsHadamardQuantizeCodes(CudaKernel):
+    op = "hadamard_quantize_codes"
+    name = "rows"
+    candidate = True
+    Config = RowsConfig
+    needs = rows.RowsHadamardQuantize.needs
+    choices: ClassVar = rows.RowsHadamardQuantize.choices
+
+    def legal(
+        self, problem: HadamardQuantizeCodesProblem, config: RowsConfig, device: Device
+    ) -> str | None:
+        if reason := self.unfit(device) or self.outside(config):
+            return reason
+        if problem.n > rows.MOST_COLUMNS:
+            return f"n={problem.n}: expected at most {rows.MOST_COLUMNS}"
+        if (held := config.elements * config.chunks) > rows.MOST_ELEMENTS:
+            return f"{held} elements per thread: expected at most {rows.MOST_ELEMENTS}"
+        if config.tile < problem.group:
+            return f"tiles of {config.tile} columns: expected at least group={problem.group}"
+        needed = needed_registers(config)
+        if needed > (limit := rows.registers(config)):
+            return (
+                f"needs {needed} registers per thread: blocks={config.blocks} of {config.warps} "
+                f"warps leave {limit}"
+            )
+        return None
+
+    def default(self, problem: HadamardQuantizeCodesProblem, device: Device) -> RowsConfig:
+        """Return as many lanes as leave few idle at a row's end, each of 32 bytes of a tile."""
+        configs = [
+            RowsConfig(16, 2, lanes) for lanes in (32, 16, 8, 4) if 32 * lanes >= problem.group
+        ]
+        idle = {config: -problem.n % config.tile for config in configs}
+        few = (config for config in configs if 8 * idle[config] <= problem.n)
+        return next(few, min(configs, key=idle.__getitem__))
+
+    def program(
+        self, problem: HadamardQuantizeCodesProblem, config: RowsConfig, access: Matrices
+    ) -> Program:
+        return program(problem, config, access)
+
+    def programs(self, problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> list[Program]:
+        return [program(problem, config, contiguous(problem, config))]
+
+    def launch(
+        self,
+        problem: HadamardQuantizeCodesProblem,
+        config: RowsConfig,
+        inputs: Tensors,
+        outputs: Tensors,
+    ) -> None:
+        q = inputs["q"]
+        matrices = matrices_of(problem, config, q)
+        content = _arguments(problem, inputs, outputs)
+        blocks = ceil_div(problem.m, config.rows)
+        self.run(problem, config, matrices, Device.of(q), blocks, content)
+
+
+def _arguments(problem: HadamardQuantizeCodesProblem, inputs: Tensors, outputs: Tensors) -> bytes:
+    """Make the struct that the kernel function takes."""
+    q, scale = inputs["q"], inputs["scale"]
+    return struct.pack(
+        "<8Q2q2i",
+        address(q),
+        address(scale),
+        address(inputs["step"]),
+        address(outputs.get("packed")),
+        address(outputs.get("wide")),
+        address(outputs["unit"]),
+        address(outputs["squares"]),
+        address(counters(q.device, 2)),
+        q.stride(0),
+        scale.stride(0),
+        problem.m,
+        problem.n,
+    )
+
+
+KERNELS = (RowsHadamardQuantizeCodes(),)
