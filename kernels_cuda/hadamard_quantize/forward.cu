@@ -66,7 +66,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) forward(const A
     note_faults(v, fault);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      write_run(q, wide, v[c], inverse, column + c * RUN, columns, squares);
+      uint32_t bytes[ELEMENTS / 4], nibbles[ELEMENTS / 8];
+#pragma unroll
+      for (int i = 0; i < ELEMENTS / 4; ++i) {
+        bytes[i] = bytes_of(&v[c][4 * i], inverse);
+        squares = __dp4a(int(bytes[i]), int(bytes[i]), squares);
+      }
+#pragma unroll
+      for (int i = 0; i < ELEMENTS / 8; ++i) {
+        nibbles[i] = nibbles_of(bytes[2 * i], bytes[2 * i + 1]);
+      }
+      if (PACKED) store<4, PACKED_BYTES>(q, nibbles, column + c * RUN, columns);
+#pragma unroll
+      for (int i = 0; i < ELEMENTS / 4; ++i) bytes[i] = bytes[i] << 4 & 0xF0F0F0F0u;
+      if (WIDE) store<8, WIDE_BYTES>(wide, bytes, column + c * RUN, columns);
     }
   }
 

@@ -65,6 +65,25 @@ DEVICE void subtract_added(Values& v, bool first) {
   }
 }
 
+// Write the codes of a run as `packed` or `wide` has them, and add up their squares.
+DEVICE void write_run(uint8_t* packed, uint8_t* wide, const float (&v)[ELEMENTS], float ratio,
+                      int column, int columns, int& squares) {
+  uint32_t bytes[ELEMENTS / 4], nibbles[ELEMENTS / 8];
+#pragma unroll
+  for (int i = 0; i < ELEMENTS / 4; ++i) {
+    bytes[i] = bytes_of(&v[4 * i], ratio);
+    squares = __dp4a(int(bytes[i]), int(bytes[i]), squares);
+  }
+#pragma unroll
+  for (int i = 0; i < ELEMENTS / 8; ++i) {
+    nibbles[i] = nibbles_of(bytes[2 * i], bytes[2 * i + 1]);
+  }
+  if (PACKED) store<4, PACKED_BYTES>(packed, nibbles, column, columns);
+#pragma unroll
+  for (int i = 0; i < ELEMENTS / 4; ++i) bytes[i] = bytes[i] << 4 & 0xF0F0F0F0u;
+  if (WIDE) store<8, WIDE_BYTES>(wide, bytes, column, columns);
+}
+
 // The squares of a run's codes past the row's end: −8 where a multiplier is not finite, else 0.
 DEVICE int squares_beyond(float ratio, int column, int columns) {
   if (X_BYTES >= ELEMENTS) return 0;  // runs end where rows do

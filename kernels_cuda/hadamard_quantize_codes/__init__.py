@@ -50,11 +50,14 @@ def matrices_of(
     return (("q", Matrix("bytes", access)), *contiguous(problem, config)[1:])
 
 
-def needed_registers(config: RowsConfig) -> int:
-    """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90."""
+def needed_registers(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> int:
+    """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
+
+    It needs registers for its values, the next tile as it was read, and some for the rest.
+    """
     values = config.elements * config.chunks
-    ahead = config.prefetch * (values // 4 + config.chunks)
-    return values + ahead + 24
+    ahead = config.prefetch * (values // 4 + 2 * config.chunks)
+    return values + ahead + (22 if problem.group > 32 else 18)
 
 
 def program(
@@ -71,7 +74,7 @@ def program(
         "LANES": config.lanes,
         "WARPS": config.warps,
         # Bytes that lie anywhere take registers to put in place.
-        "BLOCKS": config.blocks if min(x.access for _, x in matrices) >= 4 else 1,
+        "BLOCKS": config.blocks if found["q"].access == min(16, config.elements) else 1,
         "PREFETCH": config.prefetch,
         "X_BYTES": found["q"].access,
         "PACKED": "packed" in found,
@@ -101,7 +104,7 @@ class RowsHadamardQuantizeCodes(CudaKernel):
             return f"{held} elements per thread: expected at most {rows.MOST_ELEMENTS}"
         if config.tile < problem.group:
             return f"tiles of {config.tile} columns: expected at least group={problem.group}"
-        needed = needed_registers(config)
+        needed = needed_registers(problem, config)
         if needed > (limit := rows.registers(config)):
             return (
                 f"needs {needed} registers per thread: blocks={config.blocks} of {config.warps} "
