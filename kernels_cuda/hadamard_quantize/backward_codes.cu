@@ -25,9 +25,6 @@ static_assert(RUN % OUT_BLOCK == 0 && ROWS % OUT_BLOCK == 0, "blocks lie within 
 // and NaN above all.
 using Largest = uint32_t[DOWN * ACROSS];
 
-// Have a row's address be made once, and not anew for each tile: two instructions an element.
-DEVICE void keep(const uint8_t*& row) { asm volatile("" : "+l"(row)); }
-
 DEVICE void clear(Largest& largest) {
   static_assert(DOWN * ACROSS <= 32 * WARPS, "a thread has less than a block");
   if (threadIdx.x < DOWN * ACROSS) largest[threadIdx.x] = 0;

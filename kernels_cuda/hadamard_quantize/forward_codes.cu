@@ -112,6 +112,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) forward_codes(c
   const int columns = row < p.m ? p.n : 0;
   const uint8_t* q = p.q + row * p.pitch;
   const float* scale = p.scale + row / BLOCK * p.scale_stride;
+  keep(q);
+  keep(scale);
   uint8_t* packed = p.packed + row * (p.n / 2);
   uint8_t* wide = p.wide + row * p.n;
   const float step = *p.step, inverse = multiplier(step);

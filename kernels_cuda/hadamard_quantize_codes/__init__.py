@@ -6,6 +6,7 @@ is read and written: on an H100 moving them takes it longer than DRAM does.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +18,7 @@ from jetfire.core.workspace import counters
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.hadamard_quantize import rows
-from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
+from jetfire.kernels_cuda.hadamard_quantize.rows import Matrices, Matrix, RowsConfig
 from jetfire.kernels_cuda.program import CudaKernel, Program
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from jetfire.ops.hadamard_quantize_codes import HadamardQuantizeCodesProblem
 
-Matrices = tuple[tuple[str, Matrix], ...]
 KINDS = {"q": "bytes", "packed": "nibbles", "wide": "bytes"}
 
 
@@ -57,7 +57,12 @@ def needed_registers(problem: HadamardQuantizeCodesProblem, config: RowsConfig) 
     """
     values = config.elements * config.chunks
     ahead = config.prefetch * (values // 4 + 2 * config.chunks)
-    return values + ahead + (22 if problem.group > 32 else 18)
+    return values + ahead + (26 if problem.group > 32 else 18)
+
+
+def _idle(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> int:
+    """Count the columns of the last tile that lie past the row's end."""
+    return -problem.n % config.tile
 
 
 def program(
@@ -113,13 +118,16 @@ class RowsHadamardQuantizeCodes(CudaKernel):
         return None
 
     def default(self, problem: HadamardQuantizeCodesProblem, device: Device) -> RowsConfig:
-        """Return as many lanes as leave few idle at a row's end, each of 32 bytes of a tile."""
-        configs = [
-            RowsConfig(16, 2, lanes) for lanes in (32, 16, 8, 4) if 32 * lanes >= problem.group
-        ]
-        idle = {config: -problem.n % config.tile for config in configs}
-        few = (config for config in configs if 8 * idle[config] <= problem.n)
-        return next(few, min(configs, key=idle.__getitem__))
+        """Return as many lanes as leave few idle at a row's end, and as many blocks as fit.
+
+        A thread accesses 16 bytes at once, so that a warp's accesses are whole lines; and rows of
+        4096 are several tiles, of which the next one is read ahead.
+        """
+        shapes = [RowsConfig(16, 2, lanes, warps=8) for lanes in (16, 8, 4)]
+        few = (shape for shape in shapes if 8 * _idle(problem, shape) <= problem.n)
+        shape = next(few, min(shapes, key=lambda shape: _idle(problem, shape)))
+        fitting = (dataclasses.replace(shape, blocks=blocks) for blocks in (4, 3, 2))
+        return next(x for x in fitting if needed_registers(problem, x) <= rows.registers(x))
 
     def program(
         self, problem: HadamardQuantizeCodesProblem, config: RowsConfig, access: Matrices
