@@ -1,5 +1,7 @@
 """Audits that many tests ask for one at a time, made together."""
 
+import re
+
 import pytest
 
 from jetfire.core.errors import UsageError
@@ -19,3 +21,16 @@ def together(cubin_of, cases):
         return dict(zip(cases, audits([cubin_of(*case) for case in cases]), strict=True))
     except UsageError as error:
         pytest.skip(str(error))
+
+
+def loop_of(sass):
+    """Instructions of the longest loop."""
+    labels, length, longest = {}, 0, 0
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_\w+):", line):
+            labels[found[1]] = length
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            length += 1
+            if (jump := re.search(r"BRA.*(\.L_\w+)", line)) and jump[1] in labels:
+                longest = max(longest, length - labels[jump[1]])
+    return longest

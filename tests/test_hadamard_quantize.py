@@ -22,7 +22,7 @@ from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
 from jetfire.ops import int4_quantize, int4_quantize_backward, int8_quantize
 from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
-from jetfire.tests.audited import together
+from jetfire.tests.audited import loop_of, together
 
 OP = registry.get("hadamard_quantize")
 ROWS = registry.get_kernel("hadamard_quantize", "rows")
@@ -424,19 +424,6 @@ def compiled(problem, config, capability):
         return audit(cubin_of(problem, config, capability))
     except UsageError as error:
         pytest.skip(str(error))
-
-
-def loop_of(sass):
-    """Instructions of the longest loop."""
-    labels, length, longest = {}, 0, 0
-    for line in sass.splitlines():
-        if found := re.match(r"\s*(\.L_\w+):", line):
-            labels[found[1]] = length
-        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
-            length += 1
-            if (jump := re.search(r"BRA.*(\.L_\w+)", line)) and jump[1] in labels:
-                longest = max(longest, length - labels[jump[1]])
-    return longest
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,11 @@
 """hadamard_quantize_codes: the reference against float64, kernels against the reference."""
 
+import dataclasses
+import itertools
 import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,24 +14,40 @@ from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
+from jetfire.core.machine_code import audit
+from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig, registers
+from jetfire.kernels_cuda.hadamard_quantize_codes import contiguous
 from jetfire.ops import int4_quantize, int4_quantize_codes, int8_dequantize, int8_quantize
 from jetfire.reference import hadamard
 from jetfire.reference.hadamard_quantize_codes import quantize_codes
 from jetfire.reference.nibbles import unpack
+from jetfire.tests.audited import loop_of, together
 
 OP = registry.get("hadamard_quantize_codes")
-KERNEL = registry.get_kernel("hadamard_quantize_codes", "triton")
+TRITON = registry.get_kernel("hadamard_quantize_codes", "triton")
+ROWS = registry.get_kernel("hadamard_quantize_codes", "rows")
+# What a thread has of a tile.
+SHAPES = [(8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)]
 
 
-def check(problem, inputs, config=None, kernel=KERNEL):
+@pytest.fixture(params=[TRITON, ROWS], ids=lambda kernel: kernel.name)
+def kernel(request, device):
+    """Each of a GPU's; of the interpreter Triton's."""
+    problem, found = OP.Problem(32, 64), Device.parse(str(device))
+    if request.param is ROWS and (reason := ROWS.legal(problem, RowsConfig(), found)):
+        pytest.skip(reason)
+    return request.param
+
+
+def check(kernel, problem, inputs, config=None):
     config = config or kernel.default(problem, Device.of(inputs["q"]))
     result = verify(OP, kernel, problem, config, inputs)
     assert result.ok, f"{problem}, {config}: {result.message}"
 
 
-def launched(problem, inputs):
+def launched(kernel, problem, inputs):
     outputs = OP.poison(problem, OP.outputs(problem, inputs))
-    launch(KERNEL, problem, KERNEL.default(problem, Device.of(inputs["q"])), inputs, outputs)
+    launch(kernel, problem, kernel.default(problem, Device.of(inputs["q"])), inputs, outputs)
     return outputs
 
 
@@ -59,68 +80,92 @@ def test_codes_are_those_of_float64(block, group):
         (37, 1056, 128, 8, "normal"),
     ],
 )
-def test_triton_gives_the_reference_bits(device, m, n, block, group, data, layout):
+def test_kernels_give_the_reference_bits(device, kernel, m, n, block, group, data, layout):
     problem = OP.Problem(m, n, block=block, group=group, layout=layout)
-    check(problem, OP.inputs(problem, device, data=data))
+    check(kernel, problem, OP.inputs(problem, device, data=data))
 
 
 @pytest.mark.parametrize("layout", ["packed", "wide", "both"])
 def test_the_cpu_kernel_gives_the_reference_bits(layout):
     problem = OP.Problem(33, 96, layout=layout)
     kernel = registry.get_kernel("hadamard_quantize_codes", "torch")
-    check(problem, OP.inputs(problem, torch.device("cpu"), data="heavy"), kernel=kernel)
+    check(kernel, problem, OP.inputs(problem, torch.device("cpu"), data="heavy"))
 
 
 @pytest.mark.parametrize("config", [(4, 128, 1), (16, 128, 2), (8, 1024, 16), (32, 128, 4)])
-def test_every_config(device, config):
+def test_every_config_of_triton_s(device, config):
     problem = OP.Problem(45, 608, layout="both")
-    check(problem, OP.inputs(problem, device, data="heavy"), KERNEL.Config(*config))
+    check(TRITON, problem, OP.inputs(problem, device, data="heavy"), TRITON.Config(*config))
 
 
-def test_row_strided_views(device):
-    problem = OP.Problem(9, 64)
+def test_row_strided_views(device, kernel):
+    problem = OP.Problem(40, 64, layout="both")
     inputs = OP.inputs(problem, device)
-    wide = OP.inputs(OP.Problem(9, 128), device)["q"].flatten()
-    for offset, stride in [(0, 90), (1, 97), (4, 96)]:
-        inputs["q"] = wide[offset : offset + 9 * stride].view(9, stride)[:, :64]
-        check(problem, inputs)
+    wide = OP.inputs(OP.Problem(40, 128), device)["q"].flatten()
+    inputs["scale"] = torch.nn.functional.pad(inputs["scale"], (0, 3), value=math.nan)[:, :2]
+    for offset, stride in [(0, 90), (1, 97), (4, 96), (2, 66), (8, 88)]:
+        inputs["q"] = wide[offset : offset + 40 * stride].view(40, stride)[:, :64]
+        check(kernel, problem, inputs)
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [(0, 0), (1, 9)])
-def test_a_fault_shows_in_the_unit(device, fault, place):
+def test_a_fault_shows_in_the_unit(device, kernel, fault, place):
     problem = OP.Problem(40, 320)
     inputs = OP.inputs(problem, device)
     inputs["scale"][place] = fault
-    check(problem, inputs)
-    assert launched(problem, inputs)["unit"].isnan().all()
+    check(kernel, problem, inputs)
+    assert launched(kernel, problem, inputs)["unit"].isnan().all()
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, 2.0**127])
+def test_squares_end_where_rows_do(device, kernel, fault):
+    """What lies past them is 0, of which a multiplier that is not finite would make −8."""
+    for n, group in ((2, 1), (70, 2), (1036, 4)):
+        problem = OP.Problem(35, n, group=group, layout="both")
+        inputs = OP.inputs(problem, device)
+        inputs["scale"].fill_(fault)
+        inputs["step"].fill_(2.0**-20)
+        check(kernel, problem, inputs)
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, math.nan, math.inf, 2.0**-149])
-def test_a_step_that_is_none_gives_zeros(device, step):
+def test_a_step_that_is_none_gives_zeros(device, kernel, step):
     problem = OP.Problem(40, 64)
     inputs = OP.inputs(problem, device)
     inputs["step"].fill_(step)
-    check(problem, inputs)
-    outputs = launched(problem, inputs)
+    check(kernel, problem, inputs)
+    outputs = launched(kernel, problem, inputs)
     assert outputs["unit"].isnan().all()
     assert not outputs["packed"].any()
 
 
-def test_values_that_overflow_are_clipped(device):
+def test_values_that_overflow_are_clipped(device, kernel):
     problem = OP.Problem(40, 64)
     inputs = OP.inputs(problem, device)
     inputs["scale"].fill_(2.0**120)
     inputs["step"].fill_(2.0**-100)
-    check(problem, inputs)
+    check(kernel, problem, inputs)
 
 
-def test_repeats_bit_for_bit_and_leaves_its_counters_at_zero(device):
+def test_the_largest_sums_are_exact(device, kernel):
+    """Groups of 128 codes of −128, and of both signs: as steps tell them apart."""
+    problem = OP.Problem(3, 256, block=128, group=128, layout="both")
+    inputs = OP.inputs(problem, device)
+    inputs["scale"].fill_(1.0)
+    inputs["q"].fill_(-128)
+    inputs["q"][1] = 127
+    inputs["q"][2, ::2] = 127
+    for step in (200.0, 1448.0, 180.0):
+        check(kernel, problem, {**inputs, "step": torch.full_like(inputs["step"], step)})
+
+
+def test_repeats_bit_for_bit_and_leaves_its_counters_at_zero(device, kernel):
     problem = OP.Problem(70, 320, layout="both")
     inputs = OP.inputs(problem, device, data="heavy")
-    first = launched(problem, inputs)
-    launched(problem, {**inputs, "scale": inputs["scale"] * math.nan})
-    second = launched(problem, inputs)
+    first = launched(kernel, problem, inputs)
+    launched(kernel, problem, {**inputs, "scale": inputs["scale"] * math.nan})
+    second = launched(kernel, problem, inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -152,5 +197,155 @@ def test_what_is_refused():
         ((2, 128, 1), "8 transforms in a tile"),
         ((4, 1024, 16), "warps=16: expected at most 8 for 128 transforms"),
     ):
-        assert reason in KERNEL.legal(problem, KERNEL.Config(*config), h200)
-    assert KERNEL.legal(problem, KERNEL.default(problem, h200), h200) is None
+        assert reason in TRITON.legal(problem, TRITON.Config(*config), h200)
+    assert TRITON.legal(problem, TRITON.default(problem, h200), h200) is None
+
+
+# The CUDA kernel.
+
+
+def cubin_of(problem, config, capability=(9, 0), matrices=None):
+    matrices = matrices or contiguous(problem, config)
+    return ROWS.program(problem, config, matrices).cubin(capability)
+
+
+@pytest.mark.parametrize(
+    ("fields", "capability", "most"),
+    [
+        ({"layout": "wide"}, (8, 0), 15),
+        ({"layout": "wide"}, (9, 0), 15),
+        ({"layout": "packed"}, (9, 0), 15),
+        ({"layout": "both"}, (9, 0), 16),
+        ({"layout": "both", "block": 128, "group": 128}, (9, 0), 20),
+    ],
+    ids=str,
+)
+def test_machine_code(fields, capability, most):
+    """Accesses of sixteen bytes, no spills, and few instructions an element in the loop.
+
+    On an H100 DRAM takes 25 µs for 8192×4096, in which there is time for 21.
+    """
+    problem = OP.Problem(8192, 4096, **fields)
+    config = ROWS.default(problem, target_device(capability))
+    try:
+        found = audit(cubin_of(problem, config, capability))
+    except UsageError as error:
+        pytest.skip(str(error))
+    assert found.spills == found.stack_bytes == 0
+    assert found.registers <= registers(config)
+    assert len(re.findall(r"LDG\.E\.128", found.sass)) == 2 * config.chunks
+    elements = config.elements * config.chunks
+    assert 5 * elements < loop_of(found.sass) <= most * elements
+
+
+def tightest(elements, chunks, prefetch, group):
+    """A problem, and a config of so many warps that they only just have the registers."""
+    problem = OP.Problem(8192, 4096, block=max(32, group), group=group, layout="both")
+    device = target_device((9, 0))
+    configs = (
+        RowsConfig(elements, chunks, 8, warps=4, blocks=blocks, prefetch=prefetch)
+        for blocks in (16, 12, 8, 6, 4)
+    )
+    return next((problem, c) for c in configs if ROWS.legal(problem, c, device) is None)
+
+
+def of_any_rows(problem, config):
+    """The same of rows that begin anywhere."""
+    anywhere = tuple((name, Matrix(x.kind, 1)) for name, x in contiguous(problem, config))
+    return problem, config, (9, 0), anywhere
+
+
+def test_no_config_spills():
+    if reason := unusable():
+        pytest.skip(reason)
+    cases = [tightest(*shape, True, 32) for shape in SHAPES]
+    cases += [tightest(*shape, False, 64) for shape in ((8, 4), (16, 1))]
+    cases += [of_any_rows(*cases[i]) for i in (2, 5)]
+    for case, found in together(cubin_of, cases).items():
+        assert found.spills == 0, case
+
+
+def unusable():
+    """Why the CUDA kernel runs nowhere here; None where it may."""
+    return ROWS.legal(OP.Problem(64, 64), RowsConfig(), target_device((9, 0)))
+
+
+def test_legality_of_rows_has_reasons():
+    if reason := unusable():
+        pytest.skip(reason)
+    device = target_device((8, 0))
+    problem = OP.Problem(64, 2048, block=64, group=64)
+    for asked, where, fields, word in (
+        (problem, dataclasses.replace(device, capability=(7, 5)), {}, "sm_80"),
+        (problem, Device(kind="cpu"), {}, "sm_80"),
+        (problem, device, {"elements": 4}, "elements=4: expected one of"),
+        (problem, device, {"elements": 32}, "128 elements per thread: expected at most 32"),
+        (problem, device, {"chunks": 1, "lanes": 4}, "tiles of 32 columns: expected at least"),
+        (problem, device, {"blocks": 16}, "registers per thread: blocks=16 of 4 warps leave 32"),
+        (OP.Problem(1, 2**25), device, {}, "at most 16777216"),
+    ):
+        config = dataclasses.replace(RowsConfig(), **fields)
+        assert word in ROWS.legal(asked, config, where), (fields, word)
+
+
+def test_every_problem_has_a_legal_default_that_wastes_little():
+    if reason := unusable():
+        pytest.skip(reason)
+    device = target_device((9, 0))
+    for n, block in itertools.product((2, 64, 768, 1600, 4096, 11008), (32, 64, 128)):
+        for group in (1, 2, 16, 32, 64, 128):
+            if group <= block and n % group == 0:
+                problem = OP.Problem(64, n, block=block, group=group)
+                config = ROWS.default(problem, device)
+                assert ROWS.legal(problem, config, device) is None, problem
+                assert -n % config.tile <= max(n / 8, 126), (problem, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_every_config_at_ragged_sizes_is_bit_equal(device, prefetch):
+    cases, where = [], Device.parse(str(device))
+    groups = [(b, g) for b in (32, 64, 128) for g in (1, 2, 4, 8, 16, 32, 64, 128) if g <= b]
+    for i, (shape, lanes) in enumerate(itertools.product(SHAPES, (4, 8, 16, 32))):
+        for j, (block, group) in enumerate(groups[i % 3 :: 3]):
+            sizes = [k * group for k in (1, 2, 3, 13, 101) if k * group % 2 == 0]
+            m, layout = (1, 37, 129, 1000)[j % 4], ("packed", "wide", "both")[(i + j) % 3]
+            n = sizes[(i + j) % len(sizes)]
+            problem = OP.Problem(m, n, block=block, group=group, layout=layout)
+            config = RowsConfig(*shape, lanes, warps=1 << i % 5, blocks=1, prefetch=prefetch)
+            if ROWS.legal(problem, config, where) is None:
+                cases.append((problem, config))
+    assert len(cases) > 100
+    ROWS.cubins(*cases[0], where.capability)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda case: ROWS.cubins(*case, where.capability), cases))
+    for problem, config in cases:
+        for data in ("heavy", "nonfinite"):
+            check(ROWS, problem, OP.inputs(problem, device, data=data), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["packed", "wide", "both"])
+def test_large_ones_are_bit_equal(device, kernel, layout):
+    """Of more blocks than a GPU runs at once."""
+    for m, n, block, group in ((8192, 4096, 32, 32), (70000, 1024, 128, 128), (16384, 768, 64, 8)):
+        problem = OP.Problem(m, n, block=block, group=group, layout=layout)
+        check(kernel, problem, OP.inputs(problem, device))
+
+
+@pytest.mark.gpu
+def test_it_can_be_captured(device, kernel):
+    problem = OP.Problem(512, 768, layout="both")
+    inputs = OP.inputs(problem, device)
+    config = kernel.default(problem, Device.parse(str(device)))
+    outputs = OP.outputs(problem, inputs)
+    kernel.launch(problem, config, inputs, outputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.launch(problem, config, inputs, outputs)
+    expected = {name: t.clone() for name, t in outputs.items()}
+    for _ in range(3):
+        OP.poison(problem, outputs)
+        graph.replay()
+        assert all(torch.equal(t, expected[name]) for name, t in outputs.items())
