@@ -89,9 +89,9 @@ def _changed(op: Op, problem: Any, change: dict[str, Any]) -> Iterator[Any]:
 
 
 def _changes(problem: Any) -> Iterator[dict[str, Any]]:
-    """Another value of each field that has few, or that may be missing; of a product each other.
+    """Another value of each field that has few, or that may be missing.
 
-    It says which tensors are given.
+    Each other one of a field that says which tensors are given.
     """
     for name, hint in get_type_hints(type(problem)).items():
         value = getattr(problem, name)
@@ -101,4 +101,5 @@ def _changes(problem: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(hint, UnionType) and value is None:
             yield {name: M}
         elif name != "mode" and (others := [choice for choice in choices if choice != value]):
-            yield from ({name: other} for other in (others if name == "product" else others[-1:]))
+            every = name in ("product", "given")
+            yield from ({name: other} for other in (others if every else others[-1:]))

@@ -15,12 +15,14 @@ from jetfire.core import registry
 
 SCRIPT = Path(__file__).parent / "processes" / "candidates.py"
 LLAMA = "width=256,heads=4,kv_heads=4,hidden=384,batch=2,context=128"
-CASES = {
-    "block": ("width=256,heads=4,batch=2,context=128", "int8"),
-    "llama-block": (LLAMA, "int8"),
-    "gpt2-124m": ("layers=2,width=256,heads=4,batch=2,context=128,vocabulary=512", "int8"),
-    "llama-160m": (f"layers=2,vocabulary=512,optimizer=adamw8,{LLAMA}", "int8-block32"),
-}
+GPT2 = "width=256,heads=4,batch=2,context=128"
+CASES = [
+    ("block", GPT2, "int8"),
+    ("llama-block", LLAMA, "int8"),
+    ("gpt2-124m", f"layers=2,vocabulary=512,{GPT2}", "int8"),
+    ("gpt2-124m", f"layers=2,vocabulary=512,{GPT2}", "int4-hq-bs"),
+    ("llama-160m", f"layers=2,vocabulary=512,optimizer=adamw8,{LLAMA}", "int8-block32"),
+]
 
 
 def candidates():
@@ -29,10 +31,9 @@ def candidates():
         yield from ((op, k.name) for k in registry.kernels(op).values() if k.candidate)
 
 
-def benched(folder, case):
+def benched(folder, case, sizes, recipe):
     """The rows of a step, and the kernels that its ops chose."""
-    sizes, recipe = CASES[case]
-    rows = folder / f"{case}.json"
+    rows = folder / f"{case}-{recipe}.json"
     words = ["train", "bench", case, "--recipe", recipe, "--set", sizes, "--peer", "eager"]
     done = subprocess.run(
         [sys.executable, SCRIPT, *words, "--rounds", "2", "--verbose", "-o", rows],
@@ -49,7 +50,7 @@ def benched(folder, case):
 def test_steps_by_candidates_are_as_near_to_bf16_s(tmp_path):
     chosen = set()
     for case in CASES:
-        rows, used = benched(tmp_path, case)
+        rows, used = benched(tmp_path, *case)
         chosen |= used
         assert all(row["ok"] for row in rows if row["kernel"] != "eager"), (case, rows)
     assert set(candidates()) <= chosen
