@@ -413,13 +413,20 @@ def test_a_config_of_transformers(tmp_path, capsys):
     assert (found["settings"]["batch"], found["settings"]["dropout"]) == (2, 0)
 
 
-@pytest.mark.parametrize("words", ["--data nosuch", "--data python", "--set data=nosuch"])
-def test_data_beside_a_config_are_refused(tmp_path, capsys, words):
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--data nosuch", "--data nosuch"),
+        ("--data python", "--data python"),
+        ("--set data=nosuch", "--data nosuch"),
+        ("--set tokenizer=byte", "tokenizer=byte"),
+    ],
+)
+def test_data_beside_a_config_are_refused(tmp_path, capsys, words, named):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "model_type": "gpt2"}))
     assert execute("train", ["plan", str(file), *words.split()]) == 2
-    name = words.split()[1].removeprefix("data=")
-    said = f"jetfire: --data {name}: {file} has a vocabulary of its own\n"
+    said = f"jetfire: {named}: {file} has a vocabulary of its own\n"
     assert capsys.readouterr() == ("", said)
 
 

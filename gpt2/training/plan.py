@@ -47,7 +47,7 @@ class PlanOptions(TrainOptions):
 
         Raises:
             UsageError: there is no such preset, file or setting, the vocabulary is not known, or
-                there are data beside a file that says it.
+                there are data or a tokenizer beside a file that says it.
         """
         if self.preset is None or not self.preset.endswith(".json"):
             settings = self.begun()
@@ -64,6 +64,9 @@ class PlanOptions(TrainOptions):
         if "data" in given:
             named = self.data or split(self.settings)["data"]
             raise UsageError(f"--data {named}: {file} has a vocabulary of its own")
+        if "tokenizer" in given:
+            named = given["tokenizer"]
+            raise UsageError(f"tokenizer={named}: {file} has a vocabulary of its own")
         sizes = {**dataclasses.asdict(shape), "family": shape.family}
         vocabulary = sizes.pop("vocabulary")
         base = "gpt2-124m"
