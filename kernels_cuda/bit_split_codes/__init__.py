@@ -26,6 +26,8 @@ from jetfire.reference.bit_split import MOST
 from jetfire.reference.bit_split_codes import MOST_CODE
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from jetfire.ops.bit_split_codes import BitSplitCodesProblem
 
 LARGEST = Path(__file__).parent / "largest.cu"
@@ -125,15 +127,22 @@ class RowsBitSplitCodes(CudaKernel):
         device = Device.of(q)
         vectors = (problem.n | q.stride(0) | q.data_ptr()) % EACH == 0
         largest, rows = _programs(problem, config, vectors)
-        content = _arguments(problem, inputs, outputs)
+        totals = inputs["scale"].new_empty(2 * (problem.n + 1)) if problem.sums else None
+        content = _arguments(problem, inputs, outputs, totals)
         blocks = min(ceil_div(problem.m, problem.block), driver.processors(device.index))
         largest.launch(device, blocks, content)
         rows.launch(device, ceil_div(problem.m, config.height), content)
 
 
-def _arguments(problem: BitSplitCodesProblem, inputs: Tensors, outputs: Tensors) -> bytes:
+def _arguments(
+    problem: BitSplitCodesProblem, inputs: Tensors, outputs: Tensors, totals: Tensor | None
+) -> bytes:
+    """Make the struct that both functions take.
+
+    Args:
+        totals: room for n + 1 integers of eight bytes.
+    """
     q, scale = inputs["q"], inputs["scale"]
-    totals = scale.new_empty(2 * (problem.n + 1)) if problem.sums else None
     places = (
         *(q, scale, inputs.get("seed"), outputs["unit"], outputs["parts"], outputs["squares"]),
         *(outputs.get("sums"), totals, counters(q.device, 2)),
