@@ -26,7 +26,7 @@ from jetfire.export.targets.c_library import TARGET
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda import driver, mma_tiles, program, tiles
 from jetfire.kernels_cuda.hadamard_quantize import rows
-from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
+from jetfire.kernels_cuda.hadamard_rows import RowsConfig
 from jetfire.kernels_cuda.int4_gemm import wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig

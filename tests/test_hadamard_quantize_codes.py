@@ -15,8 +15,8 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.machine_code import audit
-from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig, registers
 from jetfire.kernels_cuda.hadamard_quantize_codes import contiguous
+from jetfire.kernels_cuda.hadamard_rows import Matrix, RowsConfig, registers
 from jetfire.ops import int4_quantize, int4_quantize_codes, int8_dequantize, int8_quantize
 from jetfire.reference import hadamard
 from jetfire.reference.hadamard_quantize_codes import quantize_codes

@@ -168,8 +168,6 @@ NAMED = {
     # Kernels that are another op's, but for what they read: a profile's hash has both ops' code.
     "kernels_triton/quantize_qkv/__init__.py": ["quantize"],
     "kernels_triton/adamw8/__init__.py": ["adamw"],
-    # One that walks rows as another op's does: its source lies beside the headers of that.
-    "kernels_cuda/hadamard_quantize_codes/__init__.py": ["hadamard_quantize"],
     # A field that has an op's name.
     "ops/gather_rows.py": ["transpose"],
 }

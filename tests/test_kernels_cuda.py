@@ -317,7 +317,6 @@ def test_audit_shows_cuda_kernels(capsys):
 
 def test_every_source_is_part_of_what_a_profile_was_tuned_for():
     """A file that no kernel's hash covers could change under its profiles unseen."""
-    kernels = [kernel for op in registry.names() for kernel in registry.kernels(op).values()]
-    covered = {file for k in kernels if k.backend == "cuda" for file in k.device_code()}
     for file in sorted(compiler.ROOT.glob("*/*.cu")):
-        assert str(file) in covered, file
+        kernels = registry.kernels(file.parent.name).values()
+        assert any(str(file) in kernel.device_code() for kernel in kernels), file

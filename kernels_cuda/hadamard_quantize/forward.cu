@@ -1,6 +1,6 @@
 // Transform, multiply, round: the 4-bit codes of a matrix's rows, as jetfire.reference's quantize
 // has them to the bit.
-#include "forward.cuh"
+#include "hadamard_rows.cuh"
 
 struct Arguments {
   const uint8_t* x;

@@ -2,7 +2,7 @@
 // begin with.
 #pragma once
 
-#include "transform.cuh"
+#include "hadamard_rows.cuh"
 
 constexpr int G_BITS = bits_of(G_TYPE), DX_BITS = bits_of(DX_TYPE);
 constexpr int PARTS = GATHERED ? 2 : 1;

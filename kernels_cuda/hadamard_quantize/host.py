@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.host import Host
 from jetfire.kernels_cuda.hadamard_quantize import rows
-from jetfire.kernels_cuda.hadamard_quantize.rows import RowsConfig
+from jetfire.kernels_cuda.hadamard_rows import MOST_COLUMNS, RowsConfig
 
 if TYPE_CHECKING:
     from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
@@ -61,7 +61,7 @@ class RowsHost(Host):
         return f"{whole}, of rows that are accessed in up to {most} bytes"
 
     def most(self, problem: HadamardQuantizeProblem) -> dict[str, int]:
-        return {"n": rows.MOST_COLUMNS}
+        return {"n": MOST_COLUMNS}
 
     def sentences(self, problem: HadamardQuantizeProblem) -> tuple[str, ...]:
         packed = "q holds two codes per byte, the first in its low half."
@@ -87,7 +87,7 @@ class RowsHost(Host):
             "backward": problem.mode == "bwd",
             "function": self.codes(problem, config)[0].name,
             "given": problem.clipped_by,
-            "most_columns": rows.MOST_COLUMNS,
+            "most_columns": MOST_COLUMNS,
             # Bytes from row to row of what is read, in C.
             "pitch": {
                 name: {4: "n / 2", 8: "n"}.get(matrix.bits, f"(int64_t)n * {matrix.bits // 8}")

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jetfire.core.device import Device
-from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import header
-from jetfire.kernels_cuda.program import CudaKernel, Program
+from jetfire.kernels_cuda.hadamard_rows import (
+    MOST_ELEMENTS,
+    Matrices,
+    Matrix,
+    RowsConfig,
+    RowsKernel,
+    access_of,
+    idle,
+    registers,
+)
+from jetfire.kernels_cuda.program import Program
 
 if TYPE_CHECKING:
     import torch
@@ -24,76 +32,9 @@ if TYPE_CHECKING:
     from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 
 FORWARD = Path(__file__).parent / "forward.cu"
-FORWARD_CODES = Path(__file__).parent / "forward_codes.cu"
 BACKWARD = Path(__file__).parent / "backward.cu"
 BACKWARD_CODES = Path(__file__).parent / "backward_codes.cu"
-TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # transform.cuh
-MOST_COLUMNS = 1 << 24  # a row's sum of squares is below 2^31, and so is every index in it
-MOST_ELEMENTS = 32  # a thread: those of 64 have more than 255 registers to hold
-
-
-@dataclass(frozen=True)
-class RowsConfig(Config):
-    """Choices of how rows are walked: in tiles of lanes·elements·chunks columns.
-
-    Attributes:
-        elements: neighbours that a thread has.
-        chunks: runs of them that a thread has of a tile.
-        lanes: threads that walk a row.
-        warps: warps of a block.
-        blocks: blocks that an SM is to hold: each has as many registers as that leaves.
-        prefetch: a tile is read before the one before it is transformed.
-    """
-
-    elements: int = 8
-    chunks: int = 4
-    lanes: int = 32
-    warps: int = 4
-    blocks: int = 4
-    prefetch: bool = True
-
-    @property
-    def tile(self) -> int:
-        return self.lanes * self.elements * self.chunks
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 32 * self.warps // self.lanes
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The part of a tensor that decides the code: its elements, and the bytes per access.
-
-    Attributes:
-        kind: a float's short name, or ``nibbles`` or ``bytes``.
-    """
-
-    kind: str
-    access: int
-
-    @property
-    def bits(self) -> int:
-        return bits_of(self.kind)
-
-
-def bits_of(kind: str) -> int:
-    return {"nibbles": 4, "bytes": 8, "fp32": 32}.get(kind, 16)
-
-
-def access_of(n: int, kind: str, elements: int, *places: int) -> int:
-    """Return the most bytes of a run that divide a row, and all of `places`: addresses, pitches."""
-    row = n * bits_of(kind) // 8
-    most = min(16, elements * bits_of(kind) // 8)
-    return next(
-        size
-        for size in (16, 8, 4, 2, 1)
-        if size <= most and not any(place % size for place in (row, *places))
-    )
-
-
-Matrices = tuple[tuple[str, Matrix], ...]
+TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # hadamard_rows.cuh
 
 
 def _kind(x: torch.Tensor, packed: bool) -> str:
@@ -180,38 +121,6 @@ def program(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matr
     return Program(source, header(constants), 0, config.warps)
 
 
-def registers(config: RowsConfig) -> int:
-    """Return a thread's share of an SM's 65536 registers for as many blocks as are wanted."""
-    return min(255, 65536 // (32 * config.warps * config.blocks) // 8 * 8)
-
-
-def needed_registers(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
-    """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
-
-    It needs registers for its values, what they are made of, the next tile as it was read, and some
-    for the rest.
-    """
-    values, single = config.elements * config.chunks, problem.dtype == "fp32"
-    words = values * driver.ELEMENT_BYTES[problem.dtype] // 4
-    if problem.mode == "fwd":
-        sums = 8 if 1 < problem.group < 32 else 0  # sums of groups, to check them
-        rest = 24 if single or not config.prefetch else 12 + 4 * config.chunks
-        return values + config.prefetch * words + rest + sums
-    parts = words * (2 if problem.gathered else 1)
-    if problem.given == "x":
-        rest = 88 if single else 64
-        return values + parts + config.prefetch * (parts + words) + rest
-    rest = (36 if single else 24) + (4 if problem.gathered else 0)
-    if problem.out == "int8":
-        rest += _of_codes(problem, config)
-    codes = values // (4 if problem.given == "wide" else 8)
-    if config.prefetch:
-        rest += parts + codes
-    elif single and problem.given == "wide":
-        rest += 2 * codes  # beside 32 values in fp32 they do not fit in 80 registers
-    return max(values, parts) + rest
-
-
 def _of_codes(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
     """Return what a thread needs besides for random bits, scales and addresses of codes.
 
@@ -261,45 +170,37 @@ def _shapes(problem: HadamardQuantizeProblem) -> list[RowsConfig]:
     return [RowsConfig(elements, chunks, lanes) for lanes in (32, 16, 8, 4)]
 
 
-def idle(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
-    """Count the columns of the last tile that lie past the row's end."""
-    return -problem.n % config.tile
-
-
-class RowsHadamardQuantize(CudaKernel):
+class RowsHadamardQuantize(RowsKernel):
     op = "hadamard_quantize"
-    name = "rows"
-    Config = RowsConfig
-    needs = "needs a GPU of sm_80 or later: it is compiled for that"
-    choices: ClassVar = {
-        "elements": (8, 16, 32),
-        "chunks": (1, 2, 4),
-        "lanes": (4, 8, 16, 32),
-        "warps": (1, 2, 4, 8, 16),
-        "blocks": (1, 2, 3, 4, 6, 8, 12, 16),
-        "prefetch": (False, True),
-    }
 
-    def legal(
-        self, problem: HadamardQuantizeProblem, config: RowsConfig, device: Device
-    ) -> str | None:
-        if reason := self.unfit(device) or self.outside(config):
-            return reason
-        if problem.n > MOST_COLUMNS:
-            return f"n={problem.n}: expected at most {MOST_COLUMNS}"
-        if (held := config.elements * config.chunks) > MOST_ELEMENTS:
-            return f"{held} elements per thread: expected at most {MOST_ELEMENTS}"
-        if config.tile < problem.group:
-            return f"tiles of {config.tile} columns: expected at least group={problem.group}"
-        if reason := parted(problem, config):
-            return reason
-        needed = needed_registers(problem, config)
-        if needed > (limit := registers(config)):
-            return (
-                f"needs {needed} registers per thread: blocks={config.blocks} of {config.warps} "
-                f"warps leave {limit}"
-            )
-        return None
+    def needed_registers(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
+        """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
+
+        It needs registers for its values, what they are made of, the next tile as it was read, and
+        some for the rest.
+        """
+        values, single = config.elements * config.chunks, problem.dtype == "fp32"
+        words = values * driver.ELEMENT_BYTES[problem.dtype] // 4
+        if problem.mode == "fwd":
+            sums = 8 if 1 < problem.group < 32 else 0  # sums of groups, to check them
+            rest = 24 if single or not config.prefetch else 12 + 4 * config.chunks
+            return values + config.prefetch * words + rest + sums
+        parts = words * (2 if problem.gathered else 1)
+        if problem.given == "x":
+            rest = 88 if single else 64
+            return values + parts + config.prefetch * (parts + words) + rest
+        rest = (36 if single else 24) + (4 if problem.gathered else 0)
+        if problem.out == "int8":
+            rest += _of_codes(problem, config)
+        codes = values // (4 if problem.given == "wide" else 8)
+        if config.prefetch:
+            rest += parts + codes
+        elif single and problem.given == "wide":
+            rest += 2 * codes  # beside 32 values in fp32 they do not fit in 80 registers
+        return max(values, parts) + rest
+
+    def refused(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> str | None:
+        return parted(problem, config)
 
     def default(self, problem: HadamardQuantizeProblem, device: Device) -> RowsConfig:
         """Return as many lanes as leave few idle at a row's end.
@@ -319,7 +220,7 @@ class RowsHadamardQuantize(CudaKernel):
             for blocks in (8, 6, 4, 3, 2, 1)
             if blocks * config.warps >= least
         )
-        return next(x for x in fitting if needed_registers(problem, x) <= registers(x))
+        return next(x for x in fitting if self.needed_registers(problem, x) <= registers(x))
 
     def program(
         self, problem: HadamardQuantizeProblem, config: RowsConfig, access: Matrices

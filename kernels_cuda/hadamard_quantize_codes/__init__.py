@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,15 +18,23 @@ from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
-from jetfire.kernels_cuda.hadamard_quantize import rows
-from jetfire.kernels_cuda.hadamard_quantize.rows import Matrices, Matrix, RowsConfig
-from jetfire.kernels_cuda.program import CudaKernel, Program
+from jetfire.kernels_cuda.hadamard_rows import (
+    Matrices,
+    Matrix,
+    RowsConfig,
+    RowsKernel,
+    access_of,
+    idle,
+    registers,
+)
+from jetfire.kernels_cuda.program import Program
 
 if TYPE_CHECKING:
     import torch
 
     from jetfire.ops.hadamard_quantize_codes import HadamardQuantizeCodesProblem
 
+SOURCE = Path(__file__).parent / "forward_codes.cu"
 KINDS = {"q": "bytes", "packed": "nibbles", "wide": "bytes"}
 
 
@@ -37,7 +46,7 @@ def _names(problem: HadamardQuantizeCodesProblem) -> list[str]:
 def contiguous(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> Matrices:
     """Return the matrices of contiguous tensors at multiples of 16."""
     return tuple(
-        (name, Matrix(KINDS[name], rows.access_of(problem.n, KINDS[name], config.elements)))
+        (name, Matrix(KINDS[name], access_of(problem.n, KINDS[name], config.elements)))
         for name in _names(problem)
     )
 
@@ -46,23 +55,8 @@ def matrices_of(
     problem: HadamardQuantizeCodesProblem, config: RowsConfig, q: torch.Tensor
 ) -> Matrices:
     """Return a launch's matrices: outputs are new."""
-    access = rows.access_of(problem.n, "bytes", config.elements, q.data_ptr(), q.stride(0))
+    access = access_of(problem.n, "bytes", config.elements, q.data_ptr(), q.stride(0))
     return (("q", Matrix("bytes", access)), *contiguous(problem, config)[1:])
-
-
-def needed_registers(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> int:
-    """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
-
-    It needs registers for its values, the next tile as it was read, and some for the rest.
-    """
-    values = config.elements * config.chunks
-    ahead = config.prefetch * (values // 4 + 2 * config.chunks)
-    return values + ahead + (26 if problem.group > 32 else 18)
-
-
-def _idle(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> int:
-    """Count the columns of the last tile that lie past the row's end."""
-    return -problem.n % config.tile
 
 
 def program(
@@ -87,35 +81,21 @@ def program(
         "WIDE": "wide" in found,
         "WIDE_BYTES": found.get("wide", none).access,
     }
-    return Program(rows.FORWARD_CODES, header(constants), 0, config.warps)
+    return Program(SOURCE, header(constants), 0, config.warps)
 
 
-class RowsHadamardQuantizeCodes(CudaKernel):
+class RowsHadamardQuantizeCodes(RowsKernel):
     op = "hadamard_quantize_codes"
-    name = "rows"
     candidate = True
-    Config = RowsConfig
-    needs = rows.RowsHadamardQuantize.needs
-    choices: ClassVar = rows.RowsHadamardQuantize.choices
 
-    def legal(
-        self, problem: HadamardQuantizeCodesProblem, config: RowsConfig, device: Device
-    ) -> str | None:
-        if reason := self.unfit(device) or self.outside(config):
-            return reason
-        if problem.n > rows.MOST_COLUMNS:
-            return f"n={problem.n}: expected at most {rows.MOST_COLUMNS}"
-        if (held := config.elements * config.chunks) > rows.MOST_ELEMENTS:
-            return f"{held} elements per thread: expected at most {rows.MOST_ELEMENTS}"
-        if config.tile < problem.group:
-            return f"tiles of {config.tile} columns: expected at least group={problem.group}"
-        needed = needed_registers(problem, config)
-        if needed > (limit := rows.registers(config)):
-            return (
-                f"needs {needed} registers per thread: blocks={config.blocks} of {config.warps} "
-                f"warps leave {limit}"
-            )
-        return None
+    def needed_registers(self, problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> int:
+        """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
+
+        It needs registers for its values, the next tile as it was read, and some for the rest.
+        """
+        values = config.elements * config.chunks
+        ahead = config.prefetch * (values // 4 + 2 * config.chunks)
+        return values + ahead + (26 if problem.group > 32 else 18)
 
     def default(self, problem: HadamardQuantizeCodesProblem, device: Device) -> RowsConfig:
         """Return as many lanes as leave few idle at a row's end, and as many blocks as fit.
@@ -124,10 +104,10 @@ class RowsHadamardQuantizeCodes(CudaKernel):
         4096 are several tiles, of which the next one is read ahead.
         """
         shapes = [RowsConfig(16, 2, lanes, warps=8) for lanes in (16, 8, 4)]
-        few = (shape for shape in shapes if 8 * _idle(problem, shape) <= problem.n)
-        shape = next(few, min(shapes, key=lambda shape: _idle(problem, shape)))
+        few = (shape for shape in shapes if 8 * idle(problem, shape) <= problem.n)
+        shape = next(few, min(shapes, key=lambda shape: idle(problem, shape)))
         fitting = (dataclasses.replace(shape, blocks=blocks) for blocks in (4, 3, 2))
-        return next(x for x in fitting if needed_registers(problem, x) <= rows.registers(x))
+        return next(x for x in fitting if self.needed_registers(problem, x) <= registers(x))
 
     def program(
         self, problem: HadamardQuantizeCodesProblem, config: RowsConfig, access: Matrices

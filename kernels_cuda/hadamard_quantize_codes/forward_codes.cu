@@ -2,7 +2,7 @@
 // quantize_codes has them to the bit.
 //
 // A run lies within a block, whose scale is in its multiplier. Sums are of integers, and exact.
-#include "forward.cuh"
+#include "hadamard_rows.cuh"
 
 struct Arguments {
   const uint8_t* q;
