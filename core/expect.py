@@ -124,14 +124,6 @@ def packed(name: str, x: Quantized4) -> Tensor:
     return x.packed
 
 
-def wide(name: str, x: Quantized4) -> Tensor:
-    """Return the wide codes of a 4-bit matrix."""
-    if x.wide is None:
-        raise UsageError(f"{name} holds packed codes alone: expected wide ones (layout=wide, both)")
-    matrix(name, x.wide, ("int8",))
-    return x.wide
-
-
 def vector(name: str, x: Tensor, size: int, like: Tensor) -> Tensor:
     """Return a vector once it is fp32, of a size and on `like`'s device; contiguous."""
     return exactly(name, x, "float32", (size,), like)

@@ -74,7 +74,7 @@ class Int4Setting(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """What a product reads of its output's gradient as codes: parts are made of them alone."""
+        """The layout of its output's gradient as codes: parts are made without the transpose's."""
         return "both" if self.gradient == "int8" else "q"
 
 
@@ -219,7 +219,7 @@ def multiply_backward(
         dx = gradient.of_input(kept.transpose, x, setting.group, rounded)
     if wants.weight:
         dw_hat = gradient.transposed_times(x, FLOATS[kept.weight.dtype])
-        dw = int4_quantize_backward(dw_hat, wide=kept.codes, group=setting.group)
+        dw = int4_quantize_backward(dw_hat, q=kept.codes, group=setting.group)
         dw = dw.t() if setting.transposed else dw
     if wants.bias:
         assert kept.bias is not None

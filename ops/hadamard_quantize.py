@@ -133,10 +133,9 @@ class HadamardQuantize(StandardOp):
     def arguments(self, fields: Mapping[str, Any], inputs: Tensors) -> dict[str, Any]:
         """Return codes with any scale: a backward reads none of it."""
         given = super().arguments(fields, inputs)
-        for name in {"q", "wide"} & inputs.keys():
-            codes = inputs[name]
-            packed, wide = (codes, None) if name == "q" else (None, codes)
-            given[name] = Quantized4(packed, wide, codes.new_ones(1, dtype=dtype_of("fp32")))
+        packed, wide = inputs.get("q"), inputs.get("wide")
+        if (codes := wide if packed is None else packed) is not None:
+            given["q"] = Quantized4(packed, wide, codes.new_ones(1, dtype=dtype_of("fp32")))
         return given
 
     def reads(self, problem: HadamardQuantizeProblem) -> Specs:
@@ -438,7 +437,6 @@ def int4_quantize_backward(
     q: Quantized4 | None = None,
     x: Tensor | None = None,
     step: Tensor | None = None,
-    wide: Quantized4 | None = None,
     group: Group = 32,
     slots: Tensor | None = None,
     unit: Tensor | None = None,
@@ -452,14 +450,14 @@ def int4_quantize_backward(
     Args:
         dx_hat: m×n bf16, fp16 or fp32; with `slots` the kept rows alone, as `int4_gemm` leaves
             them.
-        q: what x was quantised to, its packed codes: one at either end counts as clipped. Or else
-        x, step: what was quantised, and its step: then the step has a gradient too. Or else
-        wide: what x was quantised to, its wide codes.
+        q: what x was quantised to, of which packed codes are read, else wide ones: one at either
+            end counts as clipped. Or else
+        x, step: what was quantised, and its step: then the step has a gradient too.
         slots, unit: of `int4_sample_rows` and the scale of `int4_bit_split`: the rows that belong
             to each row of x; both or neither.
-        out: "float", or with `q` "int8": what `int8_quantize` makes of dx in blocks of `out_block`,
-            with this `rounding` and `seed`. Of a group of more than 512 columns there are none, in
-            blocks of 64 of more than 256, of 128 of more than 128.
+        out: "float", or with packed codes "int8": what `int8_quantize` makes of dx in blocks of
+            `out_block`, with this `rounding` and `seed`. Of a group of more than 512 columns there
+            are none, in blocks of 64 of more than 256, of 128 of more than 128.
 
     Returns:
         dx, m×n as dx_hat, or `Quantized`; with `x` the pair (dx, dstep), the step's gradient by
@@ -467,13 +465,12 @@ def int4_quantize_backward(
     """
     expect.matrix("dx_hat", dx_hat, expect.FLOATS)
     expect.choice("group", group, Group)
-    if sum(told is not None for told in (q, x, wide)) != 1 or (x is None) != (step is None):
-        raise UsageError("q, x, step and wide: expected q alone, wide alone, or x and step")
+    if (q is None) == (x is None) or (x is None) != (step is None):
+        raise UsageError("q, x and step: expected q alone, or x and step")
     expect.choice("out", out, Out)
     expect.choice("out_block", out_block, Block)
     if out == "int8" and q is None:
-        told = "x and step" if wide is None else "wide"
-        raise UsageError(f"out=int8 with {told}: expected q alone")
+        raise UsageError("out=int8 with x and step: expected q alone")
     if (slots is None) != (unit is None):
         raise UsageError("slots and unit: expected both or neither")
     rows, n = dx_hat.shape
@@ -482,13 +479,14 @@ def int4_quantize_backward(
         slots = expect.exactly("slots", slots, "int32", (rows, 2), dx_hat)
         expect.scalar("unit", unit, dx_hat)
         unit = unit.view(1)
-    codes = wide_codes = None
-    if q is not None:
-        codes = expect.packed("q", q)
-        expect.shaped("q", codes, (rows, n // 2), dx_hat)
-    if wide is not None:
-        wide_codes = expect.wide("wide", wide)
-        expect.shaped("wide", wide_codes, (rows, n), dx_hat)
+    packed = wide = None
+    if q is not None and q.packed is None and q.wide is not None and out == "float":
+        wide = q.wide
+        expect.matrix("q", wide, ("int8",))
+        expect.shaped("q", wide, (rows, n), dx_hat)
+    elif q is not None:
+        packed = expect.packed("q", q)
+        expect.shaped("q", packed, (rows, n // 2), dx_hat)
     if x is not None and step is not None:
         expect.matrix("x", x, (expect.named(dx_hat.dtype),))
         expect.shaped("x", x, (rows, n), dx_hat)
@@ -497,7 +495,7 @@ def int4_quantize_backward(
     if out == "int8":
         seed = expect.rounding_seed(rounding, seed, "q", dx_hat)
         options = group, out_block, rounding
-        found = _hadamard_quantize_backward_quantized(dx_hat, codes, slots, unit, seed, *options)
+        found = _hadamard_quantize_backward_quantized(dx_hat, packed, slots, unit, seed, *options)
         return Quantized.of(found, "q", out_block)
-    found = _hadamard_quantize_backward(dx_hat, codes, x, step, wide_codes, slots, unit, group)
+    found = _hadamard_quantize_backward(dx_hat, packed, x, step, wide, slots, unit, group)
     return found[0] if x is None else tuple(found)

@@ -18,7 +18,7 @@ from jetfire.core.machine_code import audit
 from jetfire.core.problem import MOST_IN_CODES
 from jetfire.core.tensors import Quantized4, dtype_of
 from jetfire.kernels_cuda.hadamard_quantize import rows
-from jetfire.kernels_cuda.hadamard_quantize.rows import Matrix, RowsConfig
+from jetfire.kernels_cuda.hadamard_rows import Matrix, RowsConfig
 from jetfire.ops import int4_quantize, int4_quantize_backward, int8_quantize
 from jetfire.reference.hadamard import GROUPS, transform
 from jetfire.reference.nibbles import narrow, unpack
@@ -133,13 +133,13 @@ def test_what_was_clipped_is_told_alike(device, dtype, gathered):
     problem = OP.Problem(70, 192, mode="bwd", given="x", dtype=dtype, gathered=gathered)
     inputs = OP.inputs(problem, device, data="outlier")
     more = {name: inputs[name] for name in ("slots", "unit") if gathered}
-    codes = int4_quantize(inputs["x"], inputs["step"], layout="both")
     expected, _ = int4_quantize_backward(
         inputs["dx_hat"], x=inputs["x"], step=inputs["step"], **more
     )
-    for told in ("q", "wide"):
-        found = int4_quantize_backward(inputs["dx_hat"], **{told: codes}, **more)
-        assert torch.equal(found, expected), told
+    for layout in ("packed", "wide", "both"):
+        codes = int4_quantize(inputs["x"], inputs["step"], layout=layout)
+        found = int4_quantize_backward(inputs["dx_hat"], q=codes, **more)
+        assert torch.equal(found, expected), layout
 
 
 def test_the_low_half_of_a_wide_code_tells_nothing(device, kernel):
@@ -350,12 +350,13 @@ def test_a_function_says_what_codes_of_a_gradient_need():
     problem = OP.Problem(4, 64, mode="bwd")
     inputs = OP.inputs(problem, torch.device("cpu"))
     q, step = Quantized4(inputs["q"], None, torch.ones(1)), torch.ones(1)
+    wide = Quantized4(None, inputs["dx_hat"].to(torch.int8), torch.ones(1))
     for options, message in (
         ({"q": q, "out": "int8"}, "seed: expected an int64 tensor of one element"),
         ({"q": q, "out": "bf16"}, "out=bf16: expected float or int8"),
         ({"q": q, "out": "int8", "rounding": "up"}, "rounding=up: expected nearest or stochastic"),
         ({"q": q, "out": "int8", "out_block": 16}, "out_block=16: expected 32 or 64 or 128"),
-        ({"wide": q, "out": "int8"}, "out=int8 with wide: expected q alone"),
+        ({"q": wide, "out": "int8"}, "q holds wide codes alone: expected packed ones"),
         (
             {"x": inputs["dx_hat"], "step": step, "out": "int8"},
             "out=int8 with x and step: expected q alone",

@@ -258,16 +258,16 @@ def test_refuses_in_one_line(device):
         int4.int4_quantize(x, step, group=128)
     with pytest.raises(UsageError, match=r"^n=63: expected an even"):
         int4.int4_quantize(x[:, :63], step, group=1)
-    told = {"q": q, "x": x, "step": step, "wide": q._replace(wide=x.to(torch.int8))}
-    alone = "q, x, step and wide: expected q alone, wide alone, or x and step"
-    for names in ("", "x", "step", "q step", "wide step", "q wide", "q x step", "wide x step"):
+    told = {"q": q, "x": x, "step": step}
+    for names in ("", "x", "step", "q step", "q x step"):
         given = {name: told[name] for name in names.split()}
+        alone = "q, x and step: expected q alone, or x and step"
         refuse(alone, int4.int4_quantize_backward, x, **given)
     refuse(
-        "wide has shape (36, 64): expected (72, 64)",
+        "q has shape (36, 64): expected (72, 64)",
         int4.int4_quantize_backward,
         x,
-        wide=q._replace(wide=told["wide"].wide[:36]),
+        q=q._replace(packed=None, wide=x[:36].to(torch.int8)),
     )
     refuse(
         "x is float32: expected bfloat16", int4.int4_quantize_backward, x, x=x.float(), step=step
@@ -314,14 +314,14 @@ def test_refuses_in_one_line(device):
 
 
 def test_refuses_codes_of_the_other_form(device):
-    x, weight, _, step, *_ = operands(device)
+    x, weight, _, step, *_, seed = operands(device)
     packed, wide = (int4.int4_quantize(x, step, layout=form) for form in ("packed", "wide"))
     both = int4.int4_quantize(weight, step, layout="both")
     message = "{} holds wide codes alone: expected packed ones (layout=packed, both)"
     refuse(message.format("x"), int4.int4_gather_rows, wide)
-    refuse(message.format("q"), int4.int4_quantize_backward, x, q=wide)
-    message = "wide holds packed codes alone: expected wide ones (layout=wide, both)"
-    refuse(message, int4.int4_quantize_backward, x, wide=packed)
+    refuse(message.format("q"), int4.int4_quantize_backward, x, q=wide, out="int8", seed=seed)
+    one, other = (int4.int4_quantize_backward(x, q=codes) for codes in (packed, wide))
+    assert torch.equal(one, other)
     message = "a and b: expected packed codes of both, or wide codes of both"
     refuse(message, int4.int4_gemm, packed, wide)
     refuse(message, int4.int4_gemm, wide, packed)
