@@ -88,12 +88,12 @@ DEVICE void split(uint32_t (&high)[8], uint32_t (&low)[8], const float (&v)[8], 
   }
 }
 
-// What a block of the grid knows.
-struct Split {
+// What all rows share.
+struct Common {
   float unit, inverse;
   uint64_t seed;
 
-  DEVICE explicit Split(const Arguments& p)
+  DEVICE explicit Common(const Arguments& p)
       : unit(*p.unit), inverse(unit > 0 ? __fdiv_rn(1.0f, unit) : 0.0f),
         seed(BITS == 8 ? *p.seed : 0) {}
   // Of codes of a scale. Where the unit is 0 or NaN, all are 0.
@@ -102,7 +102,7 @@ struct Split {
 
 // Write the codes of a lane's part of a row, and return Σ codes² of each part.
 DEVICE void put(int (&squares)[PARTS], const Raw& biased, float ratio, int row, int column,
-                const Split& split_by, const Arguments& p) {
+                const Common& common, const Arguments& p) {
   uint32_t parts[PARTS][EACH / 8];
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) squares[i] = 0;
@@ -112,14 +112,14 @@ DEVICE void put(int (&squares)[PARTS], const Raw& biased, float ratio, int row, 
     values(v, &biased[2 * i], ratio);
     uint32_t high[8], low[8];
     if constexpr (BITS == 8) {
-      split(high, low, v, philox(split_by.seed, column / 8 + i, row));
+      split(high, low, v, philox(common.seed, column / 8 + i, row));
       parts[PARTS - 1][i] = packed(low, squares[PARTS - 1]);
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) high[j] = code_nearest(v[j]);
     }
     // A unit that is NaN is made known by a code of a row that is thereby kept.
-    if (i == 0 && split_by.unit != split_by.unit && row == 0 && column == 0) high[0] = 1;
+    if (i == 0 && common.unit != common.unit && row == 0 && column == 0) high[0] = 1;
     parts[0][i] = packed(high, squares[0]);
   }
 #pragma unroll
@@ -136,6 +136,34 @@ DEVICE void count(Counts& counts, const Raw& biased) {
   for (int i = 0; i < EACH / 4; ++i) {
     counts[2 * i] += biased[i] & 0x00FF00FFu;
     counts[2 * i + 1] += __byte_perm(biased[i], 0, 0x4341);
+  }
+}
+
+// Split a warp's rows of a lane's columns; `down`: which warp of those below each other.
+DEVICE void split_rows(Counts& counts, Shared& shared, float ratio, int down, int row0, int column,
+                       const Common& common, const Arguments& p) {
+#pragma unroll 1
+  for (int k = 0; k < ROWS; k += AHEAD) {
+    Raw raw[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int row = row0 + k + i;
+      load(raw[i], p.q + row * p.pitch, column, row < p.m ? p.n : 0);
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+#pragma unroll
+      for (int j = 0; j < EACH / 4; ++j) raw[i][j] ^= 0x80808080u;
+      if (SUMS) count(counts, raw[i]);
+      if (row0 + k + i >= p.m) continue;
+      int squares[PARTS];
+      put(squares, raw[i], ratio, row0 + k + i, column, common, p);
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const int sum = __reduce_add_sync(ALL, squares[part]);
+        if (threadIdx.x % 32 == 0) atomicAdd(&shared.squares[part][down * ROWS + k + i], sum);
+      }
+    }
   }
 }
 
@@ -192,37 +220,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, (VECTORS ? 768 : 512) / TH
   int32_t* squares_of_rows = shared.squares[0];
   for (int i = threadIdx.x; i < PARTS * HEIGHT; i += THREADS) squares_of_rows[i] = 0;
   __syncthreads();
-  const Split split_by(p);
+  const Common common(p);
 #pragma unroll 1
   for (int first = 0; first < p.n; first += ACROSS * CHUNK) {
     const int start = warp % ACROSS * CHUNK, column = first + start + lane * EACH;
     const bool inside = row0 < p.m && column < p.n;
     const float* scale = p.scale + row0 / BLOCK * p.scale_pitch + column / BLOCK;
-    const float ratio = split_by.ratio(inside ? *scale : 0.0f);
+    const float ratio = common.ratio(inside ? *scale : 0.0f);
     Counts counts = {};
-#pragma unroll 1
-    for (int k = 0; k < ROWS; k += AHEAD) {
-      Raw raw[AHEAD];
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int row = row0 + k + i;
-        load(raw[i], p.q + row * p.pitch, column, row < p.m ? p.n : 0);
-      }
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-#pragma unroll
-        for (int j = 0; j < EACH / 4; ++j) raw[i][j] ^= 0x80808080u;
-        if (SUMS) count(counts, raw[i]);
-        if (row0 + k + i >= p.m) continue;
-        int squares[PARTS];
-        put(squares, raw[i], ratio, row0 + k + i, column, split_by, p);
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-          const int sum = __reduce_add_sync(ALL, squares[part]);
-          if (lane == 0) atomicAdd(&shared.squares[part][down * ROWS + k + i], sum);
-        }
-      }
-    }
+    split_rows(counts, shared, ratio, down, row0, column, common, p);
     if (SUMS) {
       leave_sums(shared.sums[down] + start, counts, ratio);
       add_sums(shared, first, p);
@@ -234,5 +240,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, (VECTORS ? 768 : 512) / TH
     const int row = blockIdx.x * HEIGHT + i % HEIGHT;
     if (row < p.m) p.squares[int64_t(i / HEIGHT) * p.m + row] = squares_of_rows[i];
   }
-  if (SUMS) finish_sums(shared, split_by.unit, p);
+  if (SUMS) finish_sums(shared, common.unit, p);
 }
