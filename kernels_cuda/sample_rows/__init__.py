@@ -1,8 +1,8 @@
 """Leverage-score sampling in CUDA C++: a cluster of thread blocks draws each product's rows.
 
 Triton's kernel has each program read all rows, for its programs cannot meet within a launch, and
-holds 64 in a thread: 107 KB of machine code, where this one's is 26. Of a step of GPT-2 350M on an
-H100 its second launch took 2.4 ms, in 96 calls, and this one takes 1.3.
+takes two launches. The two draws of 8192 tokens take it 16.1 µs on an H100, and this one 12.2, as
+both were tuned; and its machine code has 107 KB where this one's has 26.
 """
 
 from __future__ import annotations
