@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.core import tensors
 from jetfire.core.errors import UsageError
-from jetfire.core.problem import Block, Layout, Rounding
+from jetfire.core.problem import Block, Layout, LayoutOrNone, Rounding
 from jetfire.core.tensors import blocks_of
 
 if TYPE_CHECKING:
@@ -164,12 +164,14 @@ def scalar(name: str, x: Tensor, like: Tensor) -> None:
 
 
 def room(
-    out: Quantized | None, m: int, n: int, block: Block, layout: Layout, like: Tensor
+    out: Quantized | None, m: int, n: int, block: Block, layout: LayoutOrNone, like: Tensor
 ) -> dict[str, Tensor]:
     """Return tensors for the codes of an m×n matrix: those of `out` where given, else new ones."""
     wanted = tensors.quantized(m, n, block, layout=layout)
     if out is None:
         return tensors.empty(wanted, like.device)
+    if layout == "none":
+        raise UsageError("out with layout=none: expected None, as no codes are written")
     given = {part: x for part in tensors.names_of() if (x := getattr(out, part)) is not None}
     kinds = {part: (tensors.dtype_of(spec.dtype), spec.shape) for part, spec in wanted.items()}
     found = {part: (x.dtype, x.shape) for part, x in given.items()}

@@ -15,6 +15,8 @@ from jetfire.core.errors import UsageError, unknown
 Block = Literal[32, 64, 128]
 FloatName = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["q", "qt", "both"]
+# Of an op that may write no codes.
+LayoutOrNone = Literal["none", "q", "qt", "both"]
 # How many neighbouring columns a Hadamard transform mixes, and how its 4-bit codes lie.
 Group = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 Codes = Literal["packed", "wide", "both"]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from jetfire.core.problem import Codes, Layout
+    from jetfire.core.problem import Codes, Layout, LayoutOrNone
 
 
 Tensors = dict[str, "torch.Tensor"]
@@ -102,10 +102,10 @@ class Spec(NamedTuple):
 
 Specs = dict[str, Spec]
 _PARTS = ("q", "scale", "qt", "scale_t")
-_LAYOUTS = {"q": _PARTS[:2], "qt": _PARTS[2:], "both": _PARTS}
+_LAYOUTS = {"none": _PARTS[:0], "q": _PARTS[:2], "qt": _PARTS[2:], "both": _PARTS}
 
 
-def names_of(name: str = "q", layout: Layout = "both") -> dict[str, str]:
+def names_of(name: str = "q", layout: LayoutOrNone = "both") -> dict[str, str]:
     """Return the tensor name of each part (q, scale, qt, scale_t) of a quantised matrix.
 
     The parts of a matrix ``q`` have just these names. Those of ``dx`` are ``dx``, ``dx_scale``,
@@ -115,7 +115,7 @@ def names_of(name: str = "q", layout: Layout = "both") -> dict[str, str]:
     return {part: own[_PARTS.index(part)] for part in _LAYOUTS[layout]}
 
 
-def quantized(m: int, n: int, block: int, name: str = "q", layout: Layout = "q") -> Specs:
+def quantized(m: int, n: int, block: int, name: str = "q", layout: LayoutOrNone = "q") -> Specs:
     """Return the specs of a quantised m×n matrix in a layout."""
     scales = blocks_of(m, n, block)
     whole = {

@@ -157,7 +157,7 @@ class StepCluster(TilesKernel):
         return Access(tma, q=4 if tma else 1, qt=16 if columns else 1, stream=16 if tma else 1)
 
     def program(self, problem: Any, config: ClusterConfig, access: Access) -> Program:
-        shared, codes = self.shared_bytes(problem, config), problem.layout != "none"
+        shared, codes = self.shared_bytes(problem, config), problem.quantises
         # Addresses of single numbers take more registers.
         registers = 128 if config.rows == 8 else 96 if element(problem) == 2 else 80
         roomy = fitting(config.warps, registers)

@@ -1,16 +1,16 @@
-"""Base of a step of AdamW on a weight that is multiplied in INT8 (`WeightStep`)."""
+"""Base of a step of AdamW on a weight, and its codes where wanted (`WeightStep`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core import expect
 from jetfire.core.errors import UsageError
 from jetfire.core.op import Check, Model, Value
-from jetfire.core.problem import Block, Layout, Problem, at_least_zero
+from jetfire.core.problem import Block, LayoutOrNone, Problem, at_least_zero
 from jetfire.core.tensors import Spec, Specs, Tensors, with_transpose
 from jetfire.measure import peers
 from jetfire.measure.data import Source
@@ -29,11 +29,12 @@ class WeightStepProblem(Problem):
     """A weight (m×n) and its moments after a step, and the codes of the new weight.
 
     `guarded` steps have a grad_scale, which divides the gradient, and a found_inf: where it is not
-    0 nothing changes (the codes are written all the same). Codes are rounded to nearest.
+    0 nothing changes (the codes are written all the same). Codes are rounded to nearest. With the
+    layout `none` there are none, and `block` is of no matter.
     """
 
     block: Block = 32
-    layout: Layout = "both"
+    layout: LayoutOrNone = "both"
     guarded: bool = False
     beta1: float = 0.9
     beta2: float = 0.999
@@ -47,9 +48,16 @@ class WeightStepProblem(Problem):
                 raise UsageError(f"{name}={value}: expected at least 0 and less than 1")
         at_least_zero(self, "eps", "decay")
 
+    @property
+    def quantises(self) -> bool:
+        """Whether codes of the new weight are written."""
+        return self.layout != "none"
+
 
 class WeightStep(StandardOp):
     """A step in place, of moments in fp32 unless an op keeps them otherwise."""
+
+    matched: ClassVar[tuple[str, ...]] = (*StandardOp.matched, "quantises")
 
     def shapes(self, model: Model) -> list[dict[str, int]]:
         return [{"m": out, "n": inp} for out, inp in model.linears()]
@@ -78,8 +86,10 @@ class WeightStep(StandardOp):
         """Hold the update to its bounds, and the codes to the bit: those of the kernel's own."""
         from jetfire.reference.quantize import quantize
 
-        codes = with_transpose(*quantize(outputs["param"], problem.block))
-        return super().check(problem, outputs, expected | codes)
+        if problem.quantises:
+            codes = with_transpose(*quantize(outputs["param"], problem.block))
+            expected = expected | codes
+        return super().check(problem, outputs, expected)
 
     def returned(self, outputs: Mapping[str, Value]) -> dict[str, Value]:
         """Return the codes: the rest is updated in place."""
@@ -105,8 +115,10 @@ class WeightStep(StandardOp):
         return rare
 
     def eager(self, problem: Any, inputs: Tensors) -> Callable[[], Any]:
-        """Return torch's fused AdamW, then plain torch's quantisation of what it leaves."""
+        """Return torch's fused AdamW, then plain torch's quantisation of what it leaves, if any."""
         step, param = self.fused(problem, inputs)
+        if not problem.quantises:
+            return step
 
         def eager() -> Any:
             step()

@@ -1,4 +1,4 @@
-"""AdamW on a weight that is multiplied in INT8: the update, and the new weight's codes."""
+"""AdamW on a weight: the update, and the new weight's codes where wanted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from jetfire.core import expect
 from jetfire.core.arguments import checked
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.operators import Operator, of_step
-from jetfire.core.problem import Block, Layout
-from jetfire.core.tensors import (
-    Quantized,
-    Spec,
-    Specs,
-    Tensors,
-    names_of,
-    quantized,
-)
+from jetfire.core.problem import Block, LayoutOrNone
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, names_of, quantized
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.steps import UPDATE, WeightStep, WeightStepProblem, scalars_of
 
@@ -129,9 +122,9 @@ def int8_adamw(
     decay: float = 0.01,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    layout: Layout = "both",
+    layout: LayoutOrNone = "both",
     out: Quantized | None = None,
-) -> Quantized:
+) -> Quantized | None:
     """Make a step of AdamW in place, and return the new param's codes, rounded to nearest.
 
     Args:
@@ -143,6 +136,7 @@ def int8_adamw(
         grad_scale, found_inf: fp32, one element; both or neither. The gradient is divided by the
             one; where the other is not 0 nothing changes, and the codes are those of param as it
             is.
+        layout: `none` for no codes of the param: None is returned, and `block` is of no matter.
         out: what to write the codes into, of just this block and layout, and return.
     """
     state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -152,11 +146,13 @@ def int8_adamw(
         expect.contiguous(name, x)
     scalars = scalars_of(param, rate, step, grad_scale, found_inf)
     expect.choice("block", block, Block)
-    expect.choice("layout", layout, Layout)
+    expect.choice("layout", layout, LayoutOrNone)
     m, n = param.shape
     codes = expect.room(out, m, n, block, layout, param)
     refuse_in_place({**state, **codes}, {"grad": grad, **scalars})
     given = (codes.get(part) for part in names_of())
     options = block, beta1, beta2, eps, decay
     _adamw(*state.values(), *given, grad, *scalars.values(), *options)
+    if layout == "none":
+        return None
     return Quantized.of(tuple(codes.values()), layout, block) if out is None else out

@@ -12,15 +12,8 @@ from jetfire.core.arguments import checked
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.moments import scales
 from jetfire.core.operators import Operator, of_step
-from jetfire.core.problem import Block
-from jetfire.core.tensors import (
-    Quantized,
-    Spec,
-    Specs,
-    Tensors,
-    names_of,
-    quantized,
-)
+from jetfire.core.problem import Block, LayoutOrNone
+from jetfire.core.tensors import Quantized, Spec, Specs, Tensors, names_of, quantized
 from jetfire.measure.bounds import OVER, ROUNDING
 from jetfire.measure.data import Source
 from jetfire.measure.steps import UPDATE, WeightStep, WeightStepProblem, scalars_of
@@ -30,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["int8_adamw8"]
 
-Codes = Literal["none", "q", "qt", "both"]
 Wide = Literal["fp32", "bf16"]
 MOMENTS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 UPDATED = ("param", *MOMENTS)
@@ -40,12 +32,10 @@ UPDATED = ("param", *MOMENTS)
 class Adamw8Problem(WeightStepProblem):
     """param (m×n `dtype`) and its moments' codes after a step, and the codes of the new param.
 
-    The moments are int8 m×n with fp32 scales m×⌈n/128⌉. With the layout `none` no codes of the
-    param are written, and `block` is of no matter. The gradient has the param's dtype. In bf16 the
-    new param is rounded stochastically, by a seed. The rest is as in `WeightStepProblem`.
+    The moments are int8 m×n with fp32 scales m×⌈n/128⌉. The gradient has the param's dtype. In bf16
+    the new param is rounded stochastically, by a seed. The rest is as in `WeightStepProblem`.
     """
 
-    layout: Codes = "both"  # type: ignore[assignment]
     dtype: Wide = "fp32"
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,8 +65,8 @@ class Adamw8(WeightStep):
         return {**given, **self._moments(problem), **seed}
 
     def writes(self, problem: Any) -> Specs:
-        m, n, layout = problem.m, problem.n, problem.layout
-        codes = {} if layout == "none" else quantized(m, n, problem.block, layout=layout)
+        m, n = problem.m, problem.n
+        codes = quantized(m, n, problem.block, layout=problem.layout)
         return {"param": Spec(problem.dtype, (m, n)), **self._moments(problem), **codes}
 
     def drawn(self, problem: Any, source: Source) -> Tensors:
@@ -158,10 +148,7 @@ class Adamw8(WeightStep):
         dtype = inputs["param"].dtype  # torch's has all of one
         m = first_values(inputs["exp_avg"], inputs["exp_avg_scale"]).to(dtype)
         v = second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"]).to(dtype)
-        wide = {**inputs, "exp_avg": m, "exp_avg_sq": v}
-        if problem.layout == "none":
-            return self.fused(problem, wide)[0]
-        return super().eager(problem, wide)
+        return super().eager(problem, {**inputs, "exp_avg": m, "exp_avg_sq": v})
 
 
 OP = Adamw8()
@@ -195,7 +182,7 @@ def int8_adamw8(
     decay: float = 0.01,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    layout: Codes = "both",
+    layout: LayoutOrNone = "both",
     out: Quantized | None = None,
     seed: Tensor | None = None,
 ) -> Quantized | None:
@@ -206,7 +193,6 @@ def int8_adamw8(
             with another argument.
         exp_avg, exp_avg_sq: the moments' codes, int8 m×n, contiguous; before the first step zeros.
         exp_avg_scale, exp_avg_sq_scale: their scales, fp32 m×⌈n/128⌉, contiguous; at first zeros.
-        layout: `none` for no codes of the param: None is returned.
         seed: int64, one element, on param's device: what a bf16 param is rounded by.
         rest: as in `int8_adamw`.
     """
@@ -223,8 +209,8 @@ def int8_adamw8(
         expect.contiguous(name, x)
     scalars = scalars_of(param, rate, step, grad_scale, found_inf)
     expect.choice("block", block, Block)
-    expect.choice("layout", layout, Codes)
-    codes = {} if layout == "none" else expect.room(out, m, n, block, layout, param)
+    expect.choice("layout", layout, LayoutOrNone)
+    codes = expect.room(out, m, n, block, layout, param)
     refuse_in_place({"param": param, **moments, **codes}, {"grad": grad, **scalars})
     given = (codes.get(part) for part in names_of())
     seed = expect.seed_on(seed, param) if expect.named(param.dtype) == "bfloat16" else None

@@ -51,10 +51,53 @@ def test_slices_are_of_one_block():
 
 
 @pytest.mark.parametrize("data", ["outlier", "gradient"])
-@pytest.mark.parametrize("layout", ["q", "qt"])
+@pytest.mark.parametrize("layout", ["none", "q", "qt"])
 def test_layouts_and_guards(device, layout, data):
     problem = OP.Problem(45, 96, layout=layout, guarded=True)
     check(problem, OP.inputs(problem, device, data=data))
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "tile_n", "warps"), [(16, 128, 8), (1, 512, 4), (8, 32, 1), (32, 64, 16)]
+)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 700), (33, 50), (129, 128)])
+def test_a_step_alone_in_tiles_that_are_no_blocks(device, m, n, tile_m, tile_n, warps):
+    problem = OP.Problem(m, n, block=128, layout="none", guarded=n == 50)
+    config = KERNEL.Config(tile_m, tile_n, warps)
+    check(problem, OP.inputs(problem, device, data="heavy"), config)
+
+
+def test_a_step_alone_is_not_cut_and_asks_no_block():
+    device = Device(kind="cuda", capability=(9, 0))
+    for block in (32, 128):
+        problem = OP.Problem(256, 256, block=block, layout="none")
+        config = KERNEL.Config(block, 128, 8, slices=2)
+        reason = KERNEL.legal(problem, config, device)
+        assert reason == "slices=2: expected 1 with layout=none"
+        assert KERNEL.default(problem, device) == KERNEL.Config(16, 128, 8, 80)
+        space = KERNEL.space(problem, device)
+        assert {1, 16} < set(space["tile_m"])
+        assert space["slices"] == (1,)
+    assert KERNEL.space(OP.Problem(256, 256), device) == KERNEL.choices
+    reason = KERNEL.legal(OP.Problem(256, 256), KERNEL.Config(16, 128, 8), device)
+    assert reason == "tile_m=16: expected a power of two that is a multiple of 32"
+
+
+def test_a_step_alone_moves_28_bytes_of_an_element():
+    problem = OP.Problem(4096, 4096, layout="none", guarded=True)
+    assert OP.bytes(problem) == 28 * 4096**2 + 4 * 4
+    assert list(OP.writes(problem)) == ["param", "exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.parametrize("layout", ["none", "qt"])
+def test_the_peer_makes_the_same_step(device, layout):
+    problem = OP.Problem(40, 140, layout=layout)
+    inputs = OP.inputs(problem, device)
+    step, param = OP.fused(problem, inputs)
+    step()
+    expected = OP.reference(problem, inputs)["param"]
+    assert torch.allclose(param.double(), expected, rtol=1e-5, atol=1e-7)
+    assert (OP.eager(problem, inputs)() is None) == (layout == "none")
 
 
 @pytest.mark.parametrize("step", [1, 2, 10, 499, 501, 1000, 10**5, 10**6])
@@ -126,21 +169,34 @@ def test_without_eps_the_padding_stays_out_of_the_scales(device):
     check(problem, OP.inputs(problem, device))
 
 
-def test_row_strided_gradient(device):
-    problem = OP.Problem(33, 64)
+@pytest.mark.parametrize("layout", ["none", "both"])
+def test_row_strided_gradient(device, layout):
+    problem = OP.Problem(33, 64, layout=layout)
     inputs = OP.inputs(problem, device)
     wide = torch.full((33, 72), math.nan, device=device)
     wide[:, 8:] = inputs["grad"]
     check(problem, inputs | {"grad": wide[:, 8:]})
 
 
-def test_found_inf_leaves_all_as_it_was(device):
-    problem = OP.Problem(40, 64, guarded=True)
-    inputs = OP.inputs(problem, device)
+@pytest.mark.parametrize("layout", ["none", "both"])
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_found_inf_leaves_all_as_it_was(device, name, layout):
+    kernel = registry.get_kernel("adamw", name)
+    problem = OP.Problem(40, 64, layout=layout, guarded=True)
+    inputs = OP.inputs(problem, device if name == "triton" else torch.device("cpu"))
     inputs["found_inf"].fill_(1)
     inputs["grad_scale"].fill_(math.nan)
     inputs["grad"][3, 5] = math.inf
-    check(problem, inputs)  # whose bounds are 0
+    check(problem, inputs, kernel=kernel)  # whose bounds are 0
+
+
+@pytest.mark.parametrize("layout", ["q", "qt", "both"])
+def test_a_step_alone_is_the_step_to_the_bit(device, layout):
+    tensors = arguments(70, 300, device)
+    alone = [tensor.clone() for tensor in tensors]
+    assert int8_adamw(*alone, layout="none") is None
+    int8_adamw(*tensors, layout=layout)
+    assert all(map(torch.equal, alone, tensors))
 
 
 def test_nan_stays_in_its_block(device):
@@ -257,9 +313,14 @@ def test_bad_inputs(device):
             tensors,
             {"block": 64, "out": both},
         ),
+        (
+            "out with layout=none: expected None, as no codes are written",
+            tensors,
+            {"layout": "none", "out": both},
+        ),
+        ("layout=packed: expected none or q or qt or both", tensors, {"layout": "packed"}),
         ("beta1=1.0: expected at least 0 and less than 1", tensors, {"beta1": 1.0}),
         ("decay=-1.0: expected a finite number of at least 0", tensors, {"decay": -1}),
-        ("layout=none: expected q or qt or both", tensors, {"layout": "none"}),
     ]
     for message, given, options in refused:
         with pytest.raises(UsageError, match=message):

@@ -451,6 +451,10 @@ def test_bad_inputs(device):
             "seed: expected an int64 tensor of one element",
         ),
         ({"layout": "packed"}, "layout=packed: expected none or q or qt or both"),
+        (
+            {"layout": "none", "out": int8_quantize(inputs["param"], layout="both")},
+            "out with layout=none: expected None, as no codes are written",
+        ),
         ({"beta2": 1.0}, "beta2=1.0: expected at least 0 and less than 1"),
     ]
     for change, message in refused:

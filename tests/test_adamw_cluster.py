@@ -70,6 +70,7 @@ def legal_configs(name, block):
         ("adamw", {"block": 128, "guarded": True}, ClusterConfig(16, 4, 1), BOXES),
         ("adamw", {"block": 32, "layout": "q"}, ClusterConfig(4, 8, 3), BOXES),
         ("adamw", {"block": 64, "n": 16380, "layout": "qt"}, ClusterConfig(8, 8, 1), BOXES),
+        ("adamw", {"block": 32, "layout": "none"}, ClusterConfig(8, 4, 3), BOXES),
         ("adamw", {"block": 64, "n": 16383}, ClusterConfig(8, 4, 3), SINGLE),
         ("adamw", {"block": 128, "n": 16383, "guarded": True}, ClusterConfig(4, 8, 3), SINGLE),
         ("adamw8", {"block": 128}, ClusterConfig(8, 4, 4), BOXES),
@@ -250,8 +251,6 @@ def test_tiles_of_every_cluster(device, block, name, dtype):
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("layout", ["none", "q", "qt", "both"])
 def test_layouts_and_guards(device, layout, guarded, name, dtype):
-    if (name, layout) == ("adamw", "none"):
-        pytest.skip("the op has codes at all times")
     for block, n in itertools.product(BLOCKS, (512, 160, 75)):
         fields = {"block": block, "layout": layout, "guarded": guarded, "dtype": dtype}
         problem = problem_of(name, 200, n, **fields)

@@ -71,6 +71,8 @@ def problems(op, capability):
         found += [p for mode in op.modes for p in op.problems(mode, {**shape, **fields})]
     if op.name == "sample_rows":  # whose draws of both products are functions of their own
         found += op.problems("fwd", {**shape, "product": "both"})
+    if op.name in ("adamw", "adamw8"):
+        found += op.problems("fwd", {**shape, "layout": "none", "guarded": True})
     if op.name == "bit_split_codes":
         found += op.problems("fwd", {**shape, "sums": True})
     if "residual" in op.Problem.__dataclass_fields__:

@@ -164,6 +164,7 @@ def test_adamw(device, run, m, n):
     one = torch.ones((), device=device)
     found = run(int8.int8_adamw, *state, one, one)
     assert [tuple(tensor.shape) for tensor in found.tensors] == shapes_of(m, n, "both")
+    assert run(int8.int8_adamw, *state, one, one, layout="none") is None
 
 
 @pytest.mark.parametrize(("m", "n"), EMPTY)

@@ -21,7 +21,7 @@ SHAPES = [(1, 2, 1), (33, 66, 65), (70, 40, 130), (2, 130, 33)]
 PRODUCTS = ("largest/normal", "subnormal/largest", "normal/nonfinite")
 # Fields that take other paths, dealt out over the shapes.
 FIELDS = {
-    "adamw": [{}, {"guarded": True}],
+    "adamw": [{}, {"guarded": True}, {"guarded": True, "layout": "none"}],
     "adamw8": [{}, {"guarded": True, "layout": "none"}, {"dtype": "bf16"}],
     "add": [{"mode": "fwd"}, {"mode": "bwd", "rounding": "stochastic", "layout": "both"}],
     "bit_split": [{}, {"bits": 4, "dtype": "fp16"}],

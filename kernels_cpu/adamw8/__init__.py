@@ -32,7 +32,7 @@ class TorchAdamw8(TorchKernel):
         new = {name: inputs[name] for name in _STATE}
         if not (problem.guarded and bool(inputs["found_inf"] != 0)):
             new = _updated(problem, inputs)
-        if problem.layout == "none":
+        if not problem.quantises:
             return new
         return {**new, **with_transpose(*quantize(new["param"], problem.block))}
 

@@ -1,8 +1,9 @@
-"""AdamW and the new weight's codes: one tile per program, one pass over memory."""
+"""AdamW, and the new weight's codes where wanted: one tile per program, one pass over memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +26,9 @@ from jetfire.kernels_triton.tiles import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SLICES = (1, 2, 4, 8)
+# Of a step that writes no codes, whose tiles may be flat.
+ALONE_SPACE: dict[str, Sequence[Any]] = {"tile_m": (1, 2, 4, 8, 16, 32), "slices": (1,)}
 
 
 @dataclass(frozen=True)
@@ -201,9 +205,10 @@ def adamw_kernel(
             TILE_N,
             GUARDED,
         )
-        scale, multiplier = block_scales(block_reduce_amax(p, BLOCK))
-        q = tile_codes(p, multiplier, 0, row0, col0, BLOCK, False)
-        store_both(q, q_ptr, qt_ptr, row0, col0, M, N, LAYOUT)
+        if LAYOUT != "none":
+            scale, multiplier = block_scales(block_reduce_amax(p, BLOCK))
+            q = tile_codes(p, multiplier, 0, row0, col0, BLOCK, False)
+            store_both(q, q_ptr, qt_ptr, row0, col0, M, N, LAYOUT)
     else:
         # A block is that many blocks of R, which have one scale.
         amax = tl.zeros((1, TILE_N // R), tl.float32)
@@ -240,12 +245,13 @@ def adamw_kernel(
             p = load_tile(param_ptr, row0 + i * R, col0, M, N, N, R, TILE_N)
             q = tile_codes(p, multiplier, 0, row0, col0, R, False)
             store_both(q, q_ptr, qt_ptr, row0 + i * R, col0, M, N, LAYOUT)
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
-    row, col = row0 // BLOCK, col0 // BLOCK
-    if LAYOUT != "qt":
-        store_tile(scale_ptr, scale, row, col, blocks_m, blocks_n, blocks_n)
-    if LAYOUT != "q":
-        store_tile(scale_t_ptr, tl.trans(scale), col, row, blocks_n, blocks_m, blocks_m)
+    if LAYOUT != "none":
+        blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+        row, col = row0 // BLOCK, col0 // BLOCK
+        if LAYOUT != "qt":
+            store_tile(scale_ptr, scale, row, col, blocks_m, blocks_n, blocks_n)
+        if LAYOUT != "q":
+            store_tile(scale_t_ptr, tl.trans(scale), col, row, blocks_n, blocks_m, blocks_m)
 
 
 def scalars(problem: Any) -> dict[str, float]:
@@ -263,22 +269,37 @@ def scalars(problem: Any) -> dict[str, float]:
     return found
 
 
+def slices_reason(problem: Any, config: AdamwConfig) -> str | None:
+    """Return why a tile is not updated in a config's slices, or None."""
+    block, slices, rows = problem.block, config.slices, config.tile_m // config.slices
+    if slices > 1 and (config.tile_m != block or slices & (slices - 1) or rows < 16):
+        return (
+            f"slices={slices} tile_m={config.tile_m}: expected 1, or a power of two that leaves"
+            f" 16 rows or more of the block's {block}"
+        )
+    if rows * config.tile_n < 32 * config.warps:
+        # Threads that share an element would read it before and after it is updated.
+        return f"{rows}×{config.tile_n} of {config.warps} warps: expected an element per thread"
+    return None
+
+
 class TritonAdamw(TileKernel):
     op = "adamw"
     Config = AdamwConfig
-    choices: ClassVar = {**REGISTER_SPACE, "slices": (1, 2, 4, 8)}
+    choices: ClassVar = {**REGISTER_SPACE, "slices": SLICES}
+
+    def side(self, problem: Any) -> int:
+        """Return the side of the blocks of which tiles are made: 1 where no codes are written."""
+        return super().side(problem) if problem.quantises else 1
+
+    def space(self, problem: Any, device: Device) -> dict[str, Sequence[Any]]:
+        space = super().space(problem, device)
+        return space if problem.quantises else {**space, **ALONE_SPACE}
 
     def legal(self, problem: Any, config: AdamwConfig, device: Device) -> str | None:
-        block, slices, rows = problem.block, config.slices, config.tile_m // config.slices
-        if slices > 1 and (config.tile_m != block or slices & (slices - 1) or rows < 16):
-            return (
-                f"slices={slices} tile_m={config.tile_m}: expected 1, or a power of two that leaves"
-                f" 16 rows or more of the block's {block}"
-            )
-        if rows * config.tile_n < 32 * config.warps:
-            # Threads that share an element would read it before and after it is updated.
-            return f"{rows}×{config.tile_n} of {config.warps} warps: expected an element per thread"
-        return super().legal(problem, config, device)
+        if not problem.quantises and config.slices != 1:
+            return f"slices={config.slices}: expected 1 with layout=none"
+        return slices_reason(problem, config) or super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> AdamwConfig:
         """Return a tile of eight elements per thread at once, of four fp32 each.
@@ -286,8 +307,12 @@ class TritonAdamw(TileKernel):
         Three programs of 256 threads then fit an SM.
 
         Rows that are not of whole vectors take more registers, for as many addresses.
+
+        Without codes a warp reads 128 neighbours of a row at once.
         """
         registers = 80 if problem.n % 16 == 0 else 128
+        if not problem.quantises:
+            return AdamwConfig(16, 128, 8, registers)
         if problem.block == 128:
             # Measured on an H200 at 4096×16384: 561 µs, 8 warps of 80 registers in 8 slices 625.
             return AdamwConfig(128, 128, 16, 128, slices=2)

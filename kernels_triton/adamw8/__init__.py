@@ -18,11 +18,12 @@ from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors
 from jetfire.core.workspace import counters
 from jetfire.kernels_triton.adamw import (
+    SLICES,
     AdamwConfig,
-    TritonAdamw,
     bias_correction,
     inside,
     scalars,
+    slices_reason,
     store_both,
     store_codes,
 )
@@ -37,6 +38,8 @@ from jetfire.kernels_triton.common import (
 )
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
+    REGISTER_SPACE,
+    TileKernel,
     load_tile,
     register_limit,
     store_tile,
@@ -264,14 +267,15 @@ def adamw8_kernel(
             store_tile(scale_t_ptr, tl.trans(scale), col, row, blocks_n, blocks_m, blocks_m)
 
 
-class TritonAdamw8(TritonAdamw):
+class TritonAdamw8(TileKernel):
     """Each slice of a tile has a program of `warps` warps."""
 
     op = "adamw8"
     Config = Adamw8Config
     choices: ClassVar = {
-        **TritonAdamw.choices,
+        **REGISTER_SPACE,
         "tile_n": (128, 256, 512, 1024),
+        "slices": SLICES,
         "stages": (1, 2, 3),
     }
 
@@ -282,7 +286,7 @@ class TritonAdamw8(TritonAdamw):
             return f"stages={config.stages}: expected 1, or 2 or 3 of a tile in slices"
         if config.stages > 1 and config.tile_n > 256:  # 64 KiB of shared memory
             return f"stages={config.stages} tile_n={config.tile_n}: expected tile_n of at most 256"
-        return super().legal(problem, config, device)
+        return slices_reason(problem, config) or super().legal(problem, config, device)
 
     def default(self, problem: Any, device: Device) -> Adamw8Config:
         """Return programs of eight elements per thread and 64 registers: 32 warps of an SM.
@@ -318,7 +322,7 @@ class TritonAdamw8(TritonAdamw):
     def tensors(
         self, problem: Any, config: Adamw8Config, inputs: Tensors, outputs: Tensors
     ) -> Mapping[str, Any]:
-        if config.slices == 1 or problem.layout == "none":
+        if config.slices == 1 or not problem.quantises:
             return {**inputs, **outputs}
         tiles = math.prod(tile_grid(problem.m, problem.n, config))
         count = tiles * (1 + config.tile_n // problem.block)
