@@ -1,8 +1,9 @@
 """AdamW that leaves INT8 layers the codes of their new weights: the next forward quantises nothing.
 
 torch's fused update and then quantisation move a weight of fp32 through memory three times; one
-kernel that does both moves 30 bytes per element where they move 38. With moments in 8 bits it moves
-18, and 2.06 bytes are kept per element where fp32's moments take 8.
+kernel that does both moves 30 bytes per element where they move 38. Without codes it moves 28 where
+torch's, with a `grad_scale`, moves 32: that one writes the gradient back. With moments in 8 bits it
+moves 18, and 2.06 bytes are kept per element where fp32's moments take 8.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from jetfire.ops import int8_adamw, int8_adamw8
 
 _REFUSED = ("amsgrad", "maximize", "foreach", "differentiable")
 _LANES = 3  # weights that are updated beside each other, so that one's end overlaps the next
+# The fewest numbers of a matrix without codes that is updated here: it takes a launch of its own,
+# where torch's update of many small ones is few launches.
+_LEAST = 2**18
 
 
 @dataclass(eq=False)
@@ -75,10 +79,11 @@ class _Weight:
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, fused, whose step also quantises the weights of a model's INT8 layers.
 
-    State and state dict are those of torch's, either loads the other's. Weights that are sharded or
-    not fp32 are updated by torch, as all other parameters are. `grad_scale` and `found_inf`, where
-    they are set, have the fused update's meaning; but the gradient of an INT8 layer's weight is not
-    overwritten by what `grad_scale` makes of it.
+    State and state dict are those of torch's, either loads the other's. Of the other parameters in
+    fp32 those of two dimensions and more are updated by the same kernel, without codes, where they
+    are large. What is sharded, small or not fp32 is updated by torch. `grad_scale` and `found_inf`,
+    where they are set, have the fused update's meaning; but a gradient is overwritten by what
+    `grad_scale` makes of it only where torch's update does that.
 
     With 8 bits the moments of fp32 parameters of two dimensions and more are INT8 codes
     (`jetfire.reference.adamw8`), where a row has 128 numbers and the whole 4096 at least. Those of
@@ -175,7 +180,7 @@ class AdamW(torch.optim.AdamW):
         found = super()._init_group(left, *lists)
         params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True))
-        ours = [row for row in rows if row[0] in self._int8 and _takes(*row)]
+        ours = [row for row in rows if self._takes(*row)]
         if ours:
             mine = {row[0] for row in ours}
             others = [row for row in rows if row[0] not in mine]
@@ -186,6 +191,32 @@ class AdamW(torch.optim.AdamW):
             self._update(group, ours)
         _have_own_parts(params, grads, exp_avgs, exp_avg_sqs)
         return found
+
+    def _takes(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        step: torch.Tensor,
+    ) -> bool:
+        """Return whether a parameter with moments in fp32 is updated here.
+
+        The op takes fp32 matrices, all but grad contiguous.
+        """
+        large = type(param) in (torch.Tensor, nn.Parameter) and param.numel() >= _LEAST
+        whole = (param, exp_avg, exp_avg_sq)
+        return (
+            (large or param in self._int8)
+            and all(
+                x.dtype == torch.float32 and x.device == param.device for x in (*whole, grad, step)
+            )
+            and param.dim() >= 2
+            and param.numel() > 0
+            and all(x.is_contiguous() for x in whole)
+            and grad.layout == torch.strided
+            and (grad.is_contiguous() or (grad.dim() == 2 and grad.stride(1) == 1))
+        )
 
     def _in_codes(self, group: dict[str, Any], param: torch.Tensor) -> bool:
         """Return whether a parameter is updated now, and its moments are codes."""
@@ -273,13 +304,11 @@ def _stepped(
     **options: Any,
 ) -> Quantized | None:
     """Make a parameter's step, with moments as they are kept; return an INT8 weight's codes."""
-    if len(state) == 3:
-        assert mine is not None
-        return int8_adamw(param, *state, block=mine.block, out=room, **options)
     where: dict[str, Any] = {"layout": "none"}
     if mine is not None:
         where = {"block": mine.block, "out": room}
-    return int8_adamw8(moments.matrix(param), *state, **where, **options)
+    step = int8_adamw if len(state) == 3 else int8_adamw8
+    return step(*map(moments.matrix, (param, *state)), **where, **options)
 
 
 def _have_own_parts(*columns: list[torch.Tensor]) -> None:
@@ -293,25 +322,6 @@ def _have_own_parts(*columns: list[torch.Tensor]) -> None:
         if len(placed) == len(row) and all(other == placed[0] for other in placed):
             for column, tensor in zip(columns, row, strict=True):
                 column[i] = own_part(tensor)
-
-
-def _takes(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    step: torch.Tensor,
-) -> bool:
-    """Return whether the op takes a weight as it is: fp32 matrices, all but grad contiguous."""
-    whole = (param, exp_avg, exp_avg_sq)
-    return (
-        all(x.dtype == torch.float32 and x.device == param.device for x in (*whole, grad, step))
-        and param.dim() == 2
-        and param.numel() > 0
-        and all(x.is_contiguous() for x in whole)
-        and grad.layout == torch.strided
-        and (grad.stride(1) == 1 or grad.shape[1] == 1)
-    )
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

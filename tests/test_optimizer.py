@@ -13,8 +13,17 @@ from jetfire.core.tensors import Quantized
 from jetfire.gpt2.model.gpt2 import GPT2, Shape
 from jetfire.gpt2.training.settings import make
 from jetfire.gpt2.training.step import Step
-from jetfire.nn import AdamW, Int8Linear, products, quantised_weights, replaying
-from jetfire.ops import int8_quantize
+from jetfire.nn import (
+    AdamW,
+    CapturedStep,
+    Int4Linear,
+    Int8Linear,
+    products,
+    quantised_weights,
+    replaying,
+)
+from jetfire.nn import optimizer as optimizer_module
+from jetfire.ops import int8_adamw, int8_quantize
 
 SHAPE = Shape(layers=2, heads=2, width=32, context=16, vocabulary=61)
 
@@ -30,6 +39,19 @@ def quantised(monkeypatch) -> list[torch.Size]:
         return original(weight, block)
 
     monkeypatch.setattr(products, "quantised_weight", counting)
+    return found
+
+
+@pytest.fixture
+def updated(monkeypatch) -> list[tuple[tuple[int, ...], str]]:
+    """The shape and layout of each matrix that our kernel updates with moments in fp32."""
+    found: list[tuple[tuple[int, ...], str]] = []
+
+    def noting(param: torch.Tensor, *args, layout="both", **options) -> Quantized | None:
+        found.append((tuple(param.shape), layout))
+        return int8_adamw(param, *args, layout=layout, **options)
+
+    monkeypatch.setattr(optimizer_module, "int8_adamw", noting)
     return found
 
 
@@ -193,6 +215,131 @@ def test_found_inf_leaves_all_as_it_was(device, guards, quantised):
             assert torch.equal(tensor, before[1][index][name])
     codes_are_of(model)
     assert len(quantised) == 8
+
+
+def mixed(device) -> torch.nn.ModuleDict:
+    """A model with large matrices that no layer multiplies in INT8, and others."""
+    torch.manual_seed(1)
+    parts = {
+        "table": torch.nn.Embedding(2048, 128),
+        "int4": Int4Linear(512, 512),
+        "filters": torch.nn.Conv2d(128, 256, 3),
+        "int8": Int8Linear(128, 64),
+        "narrow": torch.nn.Embedding(2047, 128),
+        "flat": torch.nn.LayerNorm(2**18),
+    }
+    return torch.nn.ModuleDict(parts).to(device)
+
+
+def give_gradients(model: torch.nn.Module, step: int) -> None:
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_large_matrices_without_codes_are_updated_as_torch_s_and_keep_gradients(
+    device, updated, guarded
+):
+    model = mixed(device)
+    other = copy.deepcopy(model)
+    ours = AdamW(model.parameters(), 1e-2, model=model, betas=(0.9, 0.95))
+    theirs = torch.optim.AdamW(other.parameters(), 1e-2, (0.9, 0.95), fused=True)
+    if guarded:
+        for optimizer in (ours, theirs):
+            optimizer.grad_scale = torch.tensor(4.0, device=device)
+            optimizer.found_inf = torch.zeros((), device=device)
+    alone = [(2048, 128), (512, 512), (256, 128 * 3 * 3)]
+    kept = [model[name].weight for name in ("table", "int4", "filters", "int8")]
+    for step in range(3):
+        other.load_state_dict(model.state_dict())
+        theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+        give_gradients(model, step)
+        give_gradients(other, step)
+        given = {parameter: parameter.grad.clone() for parameter in model.parameters()}
+        updated.clear()
+        ours.step()
+        theirs.step()
+        assert updated == [*((shape, "none") for shape in alone), ((64, 128), "both")]
+        for parameter in kept:
+            assert torch.equal(parameter.grad, given[parameter])
+        assert torch.equal(model["flat"].bias.grad, given[model["flat"].bias]) != guarded
+        close(model, other)
+        codes_are_of(model)
+        for mine, its in zip(ours.state.values(), theirs.state.values(), strict=True):
+            shapes = [{name: x.shape for name, x in state.items()} for state in (mine, its)]
+            assert shapes[0] == shapes[1]
+            assert float(mine["step"]) == float(its["step"]) == step + 1
+            for name in ("exp_avg", "exp_avg_sq"):
+                # A sum of two terms of at most 1, each rounded.
+                assert torch.allclose(mine[name], its[name], rtol=1e-6, atol=2.0**-23)
+
+
+def test_found_inf_leaves_large_matrices_without_codes(device):
+    model = mixed(device)
+    optimizer = AdamW(model.parameters(), 1e-2, model=model)
+    optimizer.found_inf = torch.ones((), device=device)
+    before = copy.deepcopy(model.state_dict())
+    give_gradients(model, 0)
+    model["table"].weight.grad.fill_(math.nan)
+    optimizer.step()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    for kept in optimizer.state.values():
+        assert not any(tensor.any() for tensor in kept.values())
+
+
+def test_gradients_and_parameters_of_any_strides(device, updated):
+    """Ours where rows are of neighbours, and all but the gradient contiguous; else torch's."""
+    tables = [torch.nn.Parameter(torch.randn(600, 512, device=device)) for _ in range(3)]
+    tables.append(torch.nn.Parameter(torch.randn(512, 600, device=device).t()))
+    others = [copy.deepcopy(table) for table in tables]
+    wide = torch.randn(600, 520, device=device)
+    turned = torch.randn(512, 600, device=device).t()
+    grads = [turned.contiguous(), wide[:, 8:], turned, turned]
+    for mine, its, grad in zip(tables, others, grads, strict=True):
+        mine.grad, its.grad = grad, grad.clone()
+    ours = AdamW(tables, 1e-2, model=torch.nn.Module())
+    ours.step()
+    torch.optim.AdamW(others, 1e-2, fused=True).step()
+    assert updated == [((600, 512), "none")] * 2
+    for mine, its in zip(tables, others, strict=True):
+        assert torch.allclose(mine, its, rtol=2.0**-22, atol=1e-7)
+
+
+def test_a_replay_of_steps_without_codes(device):
+    """Nothing is to be renewed; whoever made something of a weight makes it anew."""
+    table = torch.nn.Embedding(2048, 128, device=device)
+    optimizer = AdamW(table.parameters(), model=table)
+    give_gradients(table, 0)
+    optimizer.step()
+    before = table.weight.detach().clone()
+    with replaying(optimizer):
+        assert torch.equal(table.weight, before)
+
+
+@pytest.mark.gpu
+def test_captured_steps_without_codes_are_those_that_are_launched(device):
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Embedding(2048, 128), torch.nn.Linear(128, 2048))
+        model.to(device)
+        optimizer = AdamW(model.parameters(), 1e-2, model=model, capturable=True)
+        optimizer.grad_scale = torch.full((), 2.0, device=device)
+        optimizer.found_inf = torch.zeros((), device=device)
+
+        def step(ids: torch.Tensor, model=model, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(ids), ids)
+            (2 * loss).backward()
+            optimizer.step()
+            return loss.detach()
+
+        take = CapturedStep(step, optimizer) if captured else step
+        losses.append([float(take(torch.arange(256, device=device))) for _ in range(8)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] - 1
 
 
 def test_grad_scale_divides_the_gradient(device):
@@ -371,6 +518,8 @@ def test_a_graphed_step_trains_as_an_eager_one(device, optimizer):
     [
         ("int8-block32", "adamw", AdamW, 32),
         ("bf16", "adamw", torch.optim.AdamW, None),
+        ("int4-hq-lss", "adamw", AdamW, 32),
+        ("int4-naive", "adamw8", AdamW, 8),
         ("int8-block32", "adamw8", AdamW, 8),
         ("bf16", "adamw8", AdamW, 8),
     ],

@@ -86,7 +86,10 @@ class Step:
                 module.adds_gradients = settings.parallel == "none" and not settings.compile
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
-        """Fused on any device; matrices decay, biases and norms' weights do not."""
+        """Fused on any device; matrices decay, biases and norms' weights do not.
+
+        Torch's own for BF16, with which recipes are compared, and for what is compiled.
+        """
         groups = [
             {
                 "params": [p for p in self.parameters if p.dim() >= 2],
@@ -99,17 +102,16 @@ class Step:
             "betas": (settings.beta1, settings.beta2),
             "capturable": self.device.type == "cuda",
         }
-        # What is compiled quantises its weights itself, and so do INT4 layers.
-        quantises = settings.precision.block is not None and not settings.compile
+        # What is compiled quantises its weights itself.
+        model = nn.Module() if settings.compile else self.model
         optimizer: torch.optim.AdamW
         if settings.moment_bits == 8:
-            model = self.model if quantises else nn.Module()
             narrow_ones: dict[str, Any] = {"rounding": "stochastic", "seed": settings.seed}
             optimizer = AdamW(groups, model=model, bits=8, **narrow_ones, **options)
-        elif quantises:
-            optimizer = AdamW(groups, model=self.model, **options)
-        else:
+        elif settings.precision.plain or settings.compile:
             optimizer = torch.optim.AdamW(groups, fused=True, **options)
+        else:
+            optimizer = AdamW(groups, model=model, **options)
         # What GradScaler would set: the fused update divides by the one and minds the other.
         optimizer.grad_scale = torch.ones((), dtype=torch.float32, device=self.device)  # type: ignore[attr-defined]
         optimizer.found_inf = self.failed  # type: ignore[attr-defined]
