@@ -110,7 +110,8 @@ class Op(ABC):
 
     Attributes:
         workload: the workload that is timed on a GPU where no sizes are given.
-        matched: fields that a tuned problem shares with every problem that its config is used for.
+        matched: fields, or what follows from them, that a tuned problem shares with every problem
+            that its config is used for.
         composite: its kernels launch those of other ops (`Kernel.parts`), so it is not tuned.
         untuned: no GPU has tuned it yet, so no profiles of it are shipped.
         contiguous: matrices that a launch takes contiguous alone; others may have any row stride.

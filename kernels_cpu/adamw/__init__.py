@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors, with_transpose
 from jetfire.kernels_cpu.common import NoConfig, TorchKernel
@@ -11,6 +13,9 @@ from jetfire.reference.adamw import rounded
 from jetfire.reference.quantize import quantize
 
 _STATE = ("param", "exp_avg", "exp_avg_sq")
+# Numbers per thread that are updated at once: in a core's cache, from the first operation to the
+# last. On one core of an EPYC 8192×1024 took 20 ms, in a single part 63; torch's fused update 15.
+_PART = 2**16
 
 
 class TorchAdamw(TorchKernel):
@@ -22,33 +27,34 @@ class TorchAdamw(TorchKernel):
         super().launch(problem, config, before, outputs)
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
-        new = {name: inputs[name] for name in _STATE}
         if not (problem.guarded and bool(inputs["found_inf"] != 0)):
-            new = _updated(problem, inputs)
+            _update(problem, inputs)
+        new = {name: inputs[name] for name in _STATE}
         if not problem.quantises:
             return new
         return {**new, **with_transpose(*quantize(new["param"], problem.block))}
 
 
-def _updated(problem: Any, inputs: Tensors) -> Tensors:
-    """Return the parameter and its moments after the step, fp32.
+def _update(problem: Any, inputs: Tensors) -> None:
+    """Make the step in place, of some rows after others.
 
     Raises:
         UsageError: the step is below 1. A step on a GPU is not read here, and gives NaN.
     """
     beta1, beta2 = rounded(problem.beta1), rounded(problem.beta2)
-    p, m, v = (inputs[name] for name in _STATE)
-    g, rate, step = inputs["grad"], float(inputs["rate"]), float(inputs["step"])
+    rate, step = float(inputs["rate"]), float(inputs["step"])
     if not step >= 1:
         raise UsageError(f"step={step:g}: expected at least 1, for it counts this step too")
-    if problem.guarded:
-        g = g / inputs["grad_scale"]
-    m = (m * beta1).add_(g, alpha=1 - beta1)
-    v = (v * beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(problem.eps)
-    p = p * (1 - rate * problem.decay)
-    p = p.addcdiv_(m, denominator, value=-rate / (1 - beta1**step))
-    return dict(zip(_STATE, (p, m, v), strict=True))
+    rows = max(1, _PART * torch.get_num_threads() // problem.n)
+    parts = (inputs[name].split(rows) for name in (*_STATE, "grad"))
+    for p, m, v, g in zip(*parts, strict=True):
+        if problem.guarded:
+            g = g / inputs["grad_scale"]
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(problem.eps)
+        p.mul_(1 - rate * problem.decay)
+        p.addcdiv_(m, denominator, value=-rate / (1 - beta1**step))
 
 
 KERNELS = (TorchAdamw(),)
