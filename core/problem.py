@@ -87,9 +87,12 @@ class Problem:
 
     Attributes:
         of_codes: fields that have a meaning only where ``out`` is int8.
+        extras: fields, false by default, that ask for a small output more. A config is as good with
+            it as without, so one profile serves both; and where they are false, no text has them.
     """
 
     of_codes: ClassVar[tuple[str, ...]] = ()
+    extras: ClassVar[tuple[str, ...]] = ()
     m: int
     n: int
 
@@ -117,10 +120,13 @@ class Problem:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, without an `out_block` that is what `block` is.
 
-        Those of codes are there only where codes are written. So what was saved before there were
-        such fields has the same text, and the same hash.
+        Those of codes are there only where codes are written, and extras where they are asked for.
+        So what was saved before there were such fields has the same text, and the same hash.
         """
         fields = self.without_codes(dataclasses.asdict(self))
+        for name in self.extras:
+            if not fields[name]:
+                del fields[name]
         if "out_block" in fields and fields["out_block"] == fields.get("block"):
             del fields["out_block"]
         return fields

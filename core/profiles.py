@@ -264,16 +264,17 @@ def _other_fields(op: Op) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     return tuple(
         (name, (False, True) if hints[name] is bool else get_args(hints[name]))
         for name in names
-        if name not in (*op.dims, *op.matched)
+        if name not in (*op.dims, *op.matched, *op.Problem.extras)
         and (hints[name] is bool or get_origin(hints[name]) is Literal)
     )
 
 
 @cache
 def _timed_fields(kind: Any) -> tuple[str, ...]:
-    """Return a problem's fields but floats: no time depends on an eps, a probability or a decay."""
+    """Return a problem's fields but extras and floats: no time depends on an eps or a decay."""
     hints = get_type_hints(kind)
-    return tuple(field.name for field in dataclasses.fields(kind) if hints[field.name] is not float)
+    names = [field.name for field in dataclasses.fields(kind)]
+    return tuple(name for name in names if hints[name] is not float and name not in kind.extras)
 
 
 def _sort_of(problem: Any) -> tuple[Any, ...]:

@@ -124,6 +124,20 @@ def check_floats(c: Tensor, expected: Tensors, noise: Tensor | None, block: int,
     return Check(False, error, each.message or message)
 
 
+def check_squares(squares: Tensor, c: Tensor) -> Check:
+    """Hold Σx² of each 16 rows and 32 columns of C to what sums of 512 squares may be off by.
+
+    A square is rounded once, and then at most as often as there are numbers to add up. What is
+    below 2^-126 is rounded to 2^-149. It is C as it was written that is squared.
+    """
+    from jetfire.measure import check
+    from jetfire.reference.gemm import sums_of_squares
+
+    wanted = sums_of_squares(c)
+    bound = (512 * ROUNDING * wanted + 512 * SMALLEST).nan_to_num(0.0)
+    return check.bounded("squares", squares, wanted, bound, wanted >= OVER)
+
+
 def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
     """Return half a dtype's unit in the last place of float64 sizes, which it overwrites."""
     import torch

@@ -21,6 +21,7 @@ from jetfire.core.tensors import (
     Spec,
     Specs,
     Tensors,
+    ceil_div,
     dtype_of,
     quantized,
     seed_of,
@@ -28,6 +29,7 @@ from jetfire.core.tensors import (
 )
 from jetfire.measure import peers, products
 from jetfire.measure.bounds import reblocked
+from jetfire.measure.check import every
 from jetfire.measure.data import OPERANDS, Source
 from jetfire.measure.op import StandardOp, draw, unrounded
 from jetfire.measure.peers import Factory
@@ -44,13 +46,15 @@ class GemmProblem(Problem):
     """C (m×n) = A (m×k) · Bᵀ (B n×k), both K-contiguous.
 
     ``out="int8"`` requantises C in the epilogue, in blocks of `out_block`, with `rounding` and
-    `layout`; `accumulate` adds to what a float C holds.
+    `layout`; `accumulate` adds to what a float C holds. With `squares` an fp32 C comes with Σx² of
+    each 16 rows and 32 columns, for a norm of C that reads it no more.
 
     Sums are in fp32, of integers times products of two scales. Where these overflow (from values of
     A times values of B of 2^118 on) C is ±Inf or NaN.
     """
 
     of_codes: ClassVar[tuple[str, ...]] = ("out_block",)
+    extras: ClassVar[tuple[str, ...]] = ("squares",)
     k: int
     block: Block = 32
     out_block: Block = AS_READ
@@ -59,9 +63,13 @@ class GemmProblem(Problem):
     layout: Layout = "q"
     bias: bool = False
     accumulate: bool = False
+    squares: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, free in (("out", "fp32"), ("bias", False), ("accumulate", False)):
+            if self.squares and (value := getattr(self, name)) != free:
+                raise UsageError(f"squares=true {name}={value}: expected {name}={free}")
         if self.accumulate and self.out == "int8":
             raise UsageError("accumulate=true out=int8: expected out=fp32, bf16 or fp16")
         if self.rounding == "stochastic" and self.out != "int8":
@@ -70,6 +78,11 @@ class GemmProblem(Problem):
             raise UsageError(f"layout={self.layout} out={self.out}: expected out=int8")
         if self.out_block != self.block and self.out != "int8":
             raise UsageError(f"out_block={self.out_block} out={self.out}: expected out=int8")
+
+
+def squares_shape(m: int, n: int) -> tuple[int, int]:
+    """Return how many parts of 16 rows and 32 columns an m×n output has: a warp's smallest."""
+    return ceil_div(m, 16), ceil_div(n, 32)
 
 
 SUITE_KERNELS = ("wgmma", "gluon")
@@ -120,7 +133,10 @@ class Gemm(StandardOp):
     def writes(self, problem: GemmProblem) -> Specs:
         if problem.out == "int8":
             return quantized(problem.m, problem.n, problem.out_block, layout=problem.layout)
-        return {"c": Spec(problem.out, (problem.m, problem.n))}
+        written = {"c": Spec(problem.out, (problem.m, problem.n))}
+        if problem.squares:
+            written["squares"] = Spec("fp32", squares_shape(problem.m, problem.n))
+        return written
 
     def drawn(self, problem: GemmProblem, source: Source) -> Tensors:
         """Draw each operand from its own distribution; a C to add to is normal."""
@@ -159,7 +175,11 @@ class Gemm(StandardOp):
         noise: Tensor | None = None,
     ) -> Check:
         if problem.out != "int8":
-            return products.check_floats(outputs["c"], expected, noise, problem.block, problem.k)
+            c = outputs["c"]
+            found = products.check_floats(c, expected, noise, problem.block, problem.k)
+            if not problem.squares:
+                return found
+            return every([found, products.check_squares(outputs["squares"], c)])
         over = products.overflowing(expected, noise)
         off = expected["evaluation"] if noise is None else expected["evaluation"] + noise
         known = {"q_noise": _of_written(problem, off), "q_over": _of_written(problem, over)}
@@ -177,6 +197,8 @@ class Gemm(StandardOp):
             outputs["c"] += value
         elif problem.out != "int8":
             outputs["c"].copy_(value)
+            if problem.squares:
+                outputs["squares"].zero_()
         elif value.numel():
             seed = inputs.get("seed")
             codes = with_transpose(*quantize(value, problem.out_block, problem.rounding, seed))
@@ -273,6 +295,14 @@ _gemm = Differentiable(
     setup=_keep_bias,
     derive=of_product,
 )
+_gemm_squares = Operator(
+    "gemm_squares(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int block)"
+    " -> (Tensor, Tensor)",
+    derive=of_product,
+    out="fp32",
+    squares=True,
+    op="gemm",
+)
 _gemm_quantized = Operator(
     "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
     " Tensor? seed, int block, str rounding, str layout, int? out_block=None) -> Tensor[]",
@@ -302,6 +332,7 @@ def int8_gemm(
     seed: Tensor | None = None,
     layout: Layout = "q",
     out_block: Block | None = None,
+    squares: bool = False,
 ) -> Any:
     """Return A·Bᵀ + bias of A (m×k) and B (n×k), quantised in equal blocks.
 
@@ -312,9 +343,11 @@ def int8_gemm(
         c: m×n contiguous of dtype `out`: the product is added to it, in place. It shares no memory
             with another argument.
         out_block: the block of C's codes; None is that of A and B.
+        squares: return Σx² of C's parts too. C is fp32, without bias and `c`.
 
     Returns:
-        C, m×n; for int8, `Quantized`.
+        C, m×n; for int8, `Quantized`. With `squares`, C and fp32 ⌈m/16⌉×⌈n/32⌉, whose sum is the
+        square of C's Frobenius norm.
     """
     (q, a_scale), (b_q, b_scale) = expect.quantized("a", a), expect.factors(b, a)
     m, n, block = q.shape[0], b_q.shape[0], a.block
@@ -323,6 +356,11 @@ def int8_gemm(
         bias = expect.vector("bias", bias, n, q)
     if out_block is not None and out_block != block and out != "int8":
         raise UsageError(f"out_block={out_block} out={out}: expected out=int8")
+    if squares:
+        for name, value, free in (("out", out, "fp32"), ("bias", bias, None), ("c", c, None)):
+            if value is not free and value != free:
+                raise UsageError(f"squares with {name}={value}: expected {name}={free}")
+        return _gemm_squares(*operands, None, block)
     if c is not None:
         _accumulator(c, m, n, out, q)
         read = {"a_scale": a_scale, "b_scale": b_scale, "bias": bias}

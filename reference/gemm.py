@@ -55,6 +55,13 @@ def gemm(
     return c
 
 
+def sums_of_squares(c: torch.Tensor) -> torch.Tensor:
+    """Return Σx² of each 16 rows and 32 columns: m×n → float64 ⌈m/16⌉×⌈n/32⌉."""
+    m, n = c.shape
+    padded = torch.nn.functional.pad(c.double(), (0, -n % 32, 0, -m % 16))
+    return padded.square().view(-(-m // 16), 16, -(-n // 32), 32).sum(dim=(1, 3))
+
+
 def norms(codes: torch.Tensor, block: int) -> torch.Tensor:
     """Return the largest 2-norm of a row of each block: int8 m×k → float64 ⌈m/block⌉×⌈k/block⌉."""
     rows = block * max(1, (1 << 26) // max(1, codes.shape[1] * block))

@@ -6,6 +6,7 @@ from typing import Any
 
 from jetfire.core.tensors import Tensors
 from jetfire.kernels_cpu.common import TorchKernel, product, quantised
+from jetfire.reference.gemm import sums_of_squares
 
 
 class IntMm(TorchKernel):
@@ -19,6 +20,8 @@ class IntMm(TorchKernel):
             c += inputs["bias"]
         if problem.out == "int8":
             return quantised(c, problem, inputs)
+        if problem.squares:
+            return {"c": c, "squares": sums_of_squares(c).float()}
         return {"c": c + inputs["c"] if problem.accumulate else c}
 
 

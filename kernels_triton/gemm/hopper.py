@@ -69,6 +69,8 @@ class GluonGemm(TritonKernel):
             return reason
         if device.capability != (9, 0):
             return "needs sm_90: it is written in warp-group instructions"
+        if problem.squares:
+            return "squares=true: it has no sums of squares"
         if problem.k % 16:
             return f"k={problem.k}: TMA wants rows of a multiple of 16 bytes"
         if (reason := self.outside(config)) is not None:

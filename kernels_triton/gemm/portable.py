@@ -49,6 +49,7 @@ def gemm_kernel(
     qt_ptr,
     scale_t_ptr,
     seed_ptr,
+    squares_ptr,
     M,
     N,
     K,
@@ -65,6 +66,7 @@ def gemm_kernel(
     INT8: tl.constexpr,
     LAYOUT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     tile_row, tile_col = tile_of(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     row0, col0 = tile_row * TILE_M, tile_col * TILE_N
@@ -116,6 +118,20 @@ def gemm_kernel(
         LAYOUT,
         STOCHASTIC,
     )
+    if SQUARES:
+        store_squares(acc, squares_ptr, row0, col0, M, N)
+
+
+@triton.jit
+def store_squares(acc, ptr, row0, col0, M, N):
+    """Write a tile's Σx² of each 16 rows and 32 columns; what lies beyond C counts as 0."""
+    DOWN: tl.constexpr = acc.shape[0] // 16
+    ACROSS: tl.constexpr = acc.shape[1] // 32
+    rows, cols = row0 + tl.arange(0, acc.shape[0]), col0 + tl.arange(0, acc.shape[1])
+    acc = tl.where((rows < M)[:, None] & (cols < N)[None, :], acc, 0.0)
+    sums = tl.sum(tl.sum(tl.reshape(acc * acc, (DOWN, 16, ACROSS, 32)), 3), 1)
+    across = tl.cdiv(N, 32)
+    store_tile(ptr, sums, row0 // 16, col0 // 32, tl.cdiv(M, 16), across, across)
 
 
 @triton.jit
