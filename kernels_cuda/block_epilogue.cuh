@@ -58,6 +58,16 @@ DEVICE void load_bias(float (&bias)[COLUMNS], const Target& to, int column0) {
   }
 }
 
+// Make zeros of elements that do not exist.
+template <int SUMS>
+DEVICE void clear_outside(float (&acc)[SUMS], const Target& to, int row0, int column0) {
+  if (row0 + 16 * CHUNK_WARPS <= to.m && column0 + 2 * SUMS <= to.n) return;
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) {
+    if (row0 + row_of(i) >= to.m || column0 + column_of(i) >= to.n) acc[i] = 0.0f;
+  }
+}
+
 template <int SUMS>
 DEVICE void add_bias(float (&acc)[SUMS], const Target& to, int column0) {
   float bias[SUMS / 2];
@@ -84,6 +94,29 @@ DEVICE void add_held(float (&acc)[SUMS], const Target& to, int row0, int column0
     const int row = row0 + row_of(i), column = column0 + column_of(i);
     if (row < to.m && column < to.n) {
       acc[i] = __fadd_rn(acc[i], load_element(to, int64_t(row) * to.n + column));
+    }
+  }
+}
+
+// Write Σx² of the warp's 16 rows of a chunk and each 32 columns.
+template <int SUMS>
+DEVICE void store_squares(float (&acc)[SUMS], float* squares, const Target& to, int row0,
+                          int column0) {
+  constexpr int EACH = 16;
+  const int row = row0 + lane_row() / 16 * 16, lane = threadIdx.x % 32;
+  clear_outside(acc, to, row0, column0);
+#pragma unroll
+  for (int b = 0; b < SUMS / EACH; ++b) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = b * EACH; i < (b + 1) * EACH; ++i) sum = __fmaf_rn(acc[i], acc[i], sum);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, step));
+    }
+    const int column = column0 + 32 * b;
+    if (lane == 0 && row < to.m && column < to.n) {
+      squares[int64_t(row / 16) * ceil_div(to.n, 32) + column / 32] = sum;
     }
   }
 }
@@ -125,12 +158,7 @@ DEVICE void store_direct(const float (&acc)[SUMS], const Target& to, int row0, i
 template <int SUMS, int BLOCKS>
 DEVICE void warp_amax(float (&acc)[SUMS], uint32_t (&amax)[BLOCKS], const Target& to, int row0,
                       int column0) {
-  if (row0 + 16 * CHUNK_WARPS > to.m || column0 + 2 * SUMS > to.n) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-      if (row0 + row_of(i) >= to.m || column0 + column_of(i) >= to.n) acc[i] = 0.0f;
-    }
-  }
+  clear_outside(acc, to, row0, column0);
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
     constexpr int EACH = SUMS / BLOCKS;

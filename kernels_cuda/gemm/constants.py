@@ -18,6 +18,7 @@ def problem_constants(problem: GemmProblem) -> dict[str, bool | int]:
         "OUTPUT": OUTPUTS[problem.out],
         "BIAS": problem.bias,
         "ACCUMULATE": problem.accumulate,
+        "SQUARES": problem.squares,
         "STOCHASTIC": problem.rounding == "stochastic",
         "Q": problem.out == "int8" and problem.layout != "qt",
         "QT": problem.layout != "q",

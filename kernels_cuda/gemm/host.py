@@ -26,6 +26,7 @@ PROBLEM_NOTES = {
     "OUTPUT": "0 fp32, 1 bf16, 2 fp16, 3 codes and their scales",
     "BIAS": "a bias is added to each row",
     "ACCUMULATE": "the product is added to what C holds",
+    "SQUARES": "sums of C's squares are written too",
     "STOCHASTIC": "codes are rounded up or down at random",
     "Q": "codes are written row by row",
     "QT": "codes are written transposed",

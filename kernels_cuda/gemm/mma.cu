@@ -62,6 +62,7 @@ struct Arguments {
   int64_t a_pitch, b_pitch;
   Target to;
   int k;
+  float* squares;  // with SQUARES
 };
 
 DEVICE uint32_t& block_amax(int down, int across) {
@@ -379,8 +380,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   } else {
 #pragma unroll
     for (int r = 0; r < CHUNKS; ++r) {
-      finish_floats(multiplier.acc[r], x.to, tile.row + warp.row + 16 * r,
-                    tile.column + warp.column);
+      const int row = tile.row + warp.row + 16 * r, column = tile.column + warp.column;
+      if (SQUARES) store_squares(multiplier.acc[r], x.squares, x.to, row, column);
+      finish_floats(multiplier.acc[r], x.to, row, column);
     }
   }
 }

@@ -82,6 +82,8 @@ class MmaGemm(MmaKernel):
         for name, size in (("tile_m", config.tile_m), ("tile_n", config.tile_n)):
             if problem.out == "int8" and size % (block := problem.out_block):
                 return f"{name}={size}: expected a multiple of {block} to requantise its blocks"
+        if problem.squares and config.warp_n % 32:
+            return f"{config.warp_n} columns per warp: expected a multiple of 32 to add up squares"
         if config.sums > MOST_SUMS:
             return f"{config.sums} sums per thread: expected at most {MOST_SUMS}"
         return None
@@ -95,7 +97,7 @@ class MmaGemm(MmaKernel):
     def arguments(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> bytes:
         a, b = inputs["a"], inputs["b"]
         return struct.pack(
-            "<6Q2q7Q3i4x",
+            "<6Q2q7Q3i4xQ",
             address(a),
             address(b),
             _end(a),
@@ -111,6 +113,7 @@ class MmaGemm(MmaKernel):
             problem.m,
             problem.n,
             problem.k,
+            address(outputs.get("squares")),
         )
 
 

@@ -13,6 +13,7 @@ struct Arguments {
   // For STREAM: a zero for each block and group, and room for the sums of a tile for each block.
   int* flags;
   float4* sums;
+  float* squares;  // with SQUARES
 };
 
 // A tile, and which of its steps of TILE_K along K.
@@ -329,6 +330,7 @@ DEVICE void consume(const Arguments& x, int group) {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = part.tile.row + 64 * (group * ROWS + r);
+        if (SQUARES) store_squares(multiplier.acc[r], x.squares, x.to, row, part.tile.column);
         finish_floats(multiplier.acc[r], x, staging, row, part.tile.column);
       }
     }

@@ -162,6 +162,7 @@ class WgmmaGemm(WgmmaKernel):
             address(outputs.get("scale_t")),
             address(flags),
             address(sums),
+            address(outputs.get("squares")),
         )
         function(blocks, 32 * config.warps, (content,))
 
@@ -207,6 +208,7 @@ def _prepare(
     scale_t: int,
     flags: int,
     sums: int,
+    squares: int,
 ) -> tuple[driver.Function, int, np.ndarray]:
     """Return function, blocks and argument of a launch: the same for the same addresses."""
     path = TmaOutputs.of(problem, out, qt)
@@ -220,7 +222,7 @@ def _prepare(
         else driver.NO_MAP,
     )
     content = struct.pack(
-        "<128s128s128s128s9Q3i4x2Q",
+        "<128s128s128s128s9Q3i4x3Q",
         *maps,
         a_scale,
         b_scale,
@@ -236,6 +238,7 @@ def _prepare(
         problem.k,
         flags,
         sums,
+        squares,
     )
     blocks = clusters(problem, config, driver.processors(device.index)) * config.cluster
     function = loaded(program(problem, config, path), device)
