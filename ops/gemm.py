@@ -150,6 +150,14 @@ class Gemm(StandardOp):
             inputs["c"] = source.normal(problem.m, problem.n).to(dtype_of(problem.out))
         return inputs | draw(seed_of(problem), source)
 
+    def fitted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return squares of fp32 alone, without what they do not go with."""
+        found = super().fitted(fields)
+        if found.get("squares"):
+            plain = {"bias": False, "accumulate": False}
+            found |= plain if found["out"] == "fp32" else {"squares": False}
+        return found
+
     def floats(
         self, problem: GemmProblem, device: torch.device, seed: int = 0, data: str = "normal"
     ) -> Tensors:

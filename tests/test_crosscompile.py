@@ -73,6 +73,8 @@ def problems(op, capability):
         found += op.problems("fwd", {**shape, "product": "both"})
     if op.name in ("adamw", "adamw8"):
         found += op.problems("fwd", {**shape, "layout": "none", "guarded": True})
+    if op.name == "gemm":
+        found += op.problems("fwd", {**shape, "out": "fp32", "squares": True})
     if op.name == "bit_split_codes":
         found += op.problems("fwd", {**shape, "sums": True})
     if "residual" in op.Problem.__dataclass_fields__:

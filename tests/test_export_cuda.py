@@ -79,6 +79,7 @@ WGMMA = [
     (fields(block=128, out_block=32, out="int8", layout="both"), WgmmaConfig()),
     (fields(n=4095, out="bf16"), WgmmaConfig(4, tile_n=64, stream=True)),
     (fields(out="int8", layout="both"), WgmmaConfig(2, cluster_m=2, cluster_n=2, stream=True)),
+    (fields(out="fp32", squares=True), WgmmaConfig()),
 ]
 MMA = [
     (fields(), MmaConfig()),
@@ -86,6 +87,7 @@ MMA = [
     (fields(k=4093, block=64, out="int8", layout="both", rounding="stochastic"), MmaConfig()),
     (fields(m=4090, out="int8", layout="qt"), MmaConfig(64, 128, 2, 2)),
     (fields(block=128, out_block=32, out="int8"), MmaConfig(64, 64, 2, 2, 4)),
+    (fields(out="fp32", squares=True), MmaConfig()),
 ]
 CASES = [("wgmma", *case) for case in WGMMA] + [("mma", *case) for case in MMA]
 
@@ -134,6 +136,7 @@ def test_constants_are_those_of_the_config():
         "OUTPUT": "0",
         "BIAS": "false",
         "ACCUMULATE": "false",
+        "SQUARES": "false",
         "STOCHASTIC": "false",
         "Q": "false",
         "QT": "false",
@@ -508,7 +511,7 @@ def launched_by_python(kernel, problem, config, tensors, workspace, monkeypatch)
         patch.setattr(wgmma, "_prepare", wgmma._prepare.__wrapped__)
         for module in (mma_tiles, wgmma):
             patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
-        written = ("c", "q", "qt", "scale", "scale_t")
+        written = ("c", "squares", "q", "qt", "scale", "scale_t")
         registry.get_kernel("gemm", kernel).launch(
             problem,
             config,

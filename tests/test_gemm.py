@@ -31,6 +31,7 @@ BLOCKS = (32, 64, 128)
 OPTIONS = (
     {},
     {"out": "fp32", "bias": True, "accumulate": True},
+    {"out": "fp32", "squares": True},
     {"out": "fp16", "accumulate": True},
     {"out": "int8", "layout": "q"},
     {"out": "int8", "layout": "qt", "bias": True},
@@ -290,6 +291,9 @@ def test_backward_problems_are_the_gradients_of_a_linear_layer():
         {"accumulate": True, "out": "int8"},
         {"rounding": "stochastic"},
         {"layout": "both", "out": "fp32"},
+        {"squares": True},
+        {"squares": True, "out": "fp32", "bias": True},
+        {"squares": True, "out": "fp32", "accumulate": True},
         {"block": 16},
         {"m": 0},
     ],
@@ -298,6 +302,38 @@ def test_backward_problems_are_the_gradients_of_a_linear_layer():
 def test_what_makes_no_sense_is_refused(fields):
     with pytest.raises(UsageError):
         registry.get("gemm").Problem.parse({"m": 8, "n": 8, "k": 8, **fields})
+
+
+def test_each_sum_of_squares_is_held_to_what_was_written():
+    op = registry.get("gemm")
+    problem = op.Problem(33, 70, 40, out="fp32", squares=True)
+    inputs = op.inputs(problem, torch.device("cpu"))
+    expected = op.reference(problem, inputs)
+    c = expected["c"].float()
+    parts = torch.nn.functional.pad(c, (0, 26, 0, 15)).view(3, 16, 3, 32)
+    squares = parts.square().sum((1, 3))
+    assert op.check(problem, {"c": c, "squares": squares}, expected).ok
+    for place in ((0, 0), (2, 2), (1, 2)):
+        for factor in (1.001, 0.0, math.nan):
+            wrong = squares.clone()
+            wrong[place] *= factor
+            assert not op.check(problem, {"c": c, "squares": wrong}, expected).ok
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_faults_show_in_their_sums_of_squares(device, name):
+    op = registry.get("gemm")
+    problem = op.Problem(100, 90, 208, out="fp32", squares=True)
+    inputs = op.inputs(problem, device)
+    inputs["a_scale"][1, 2] = float("nan")  # of rows 32…63, within K
+    inputs["b_scale"][2, -1] = float("inf")  # of columns 64…89
+    run(name, problem, inputs)
+    squares = launch(name, problem, inputs)["squares"]
+    assert squares.shape == (7, 3)
+    assert torch.isnan(squares[2:4]).all()
+    finite = torch.isfinite(squares)
+    assert finite[[0, 1, 4, 5, 6], :2].all()
+    assert not finite[:, 2].any()
 
 
 def test_fp16_may_overflow_and_underflow():
@@ -333,7 +369,11 @@ def test_codes_in_other_blocks_match_the_reference(device, name, block, out_bloc
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (31, 33, 127), (129, 1, 31), (2, 130, 65)])
-@pytest.mark.parametrize("options", [{"out": "fp32"}, {"out": "int8", "layout": "both"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"out": "fp32"}, {"out": "fp32", "squares": True}, {"out": "int8", "layout": "both"}],
+    ids=str,
+)
 def test_ragged_shapes(device, name, m, n, k, options):
     problem = registry.get("gemm").Problem(m, n, k, block=64, **options)
     run(name, problem, registry.get("gemm").inputs(problem, device))
@@ -463,6 +503,7 @@ FAMILY_OPTIONS = (
     {"out": "fp32", "accumulate": True},
     {"out": "int8", "layout": "qt"},
     {"out": "fp16", "accumulate": True, "bias": True},
+    {"out": "fp32", "squares": True},
 )
 # Whole tiles, ragged edges, rows of no multiple of 16 bytes, less than one block, many windows.
 FAMILY_SHAPES = ((384, 384, 1024), (259, 400, 1072), (300, 131, 555), (17, 9, 5), (130, 200, 4500))
@@ -579,9 +620,9 @@ def wrong_of_wgmma(problem, config, data, device):
     else:
         c = (c + inputs["c"].float()) if problem.accumulate else c
         expected = {"c": c.to(outputs["c"].dtype)}
-    for name, output in outputs.items():
-        if not torch.equal(output, expected[name]):
-            differ = int((output != expected[name]).sum())
+    for name, right in expected.items():
+        if name in outputs and not torch.equal(outputs[name], right):
+            differ = int((outputs[name] != right).sum())
             return f"{problem}, {config}, {data}: {differ} of {name} differ from the schedule's own"
     return ""
 

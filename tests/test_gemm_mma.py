@@ -41,6 +41,7 @@ OPTIONS = (
     {"out": "int8", "layout": "qt"},
     {"out": "fp16", "accumulate": True},
     {"out": "bf16", "accumulate": True},
+    {"out": "fp32", "squares": True},
 )
 # Codes in blocks of another side than the products'.
 UNEQUAL = list(itertools.permutations(BLOCKS, 2))

@@ -32,6 +32,7 @@ HOPPER = target_device((9, 0))
 OUTPUTS = (
     {"out": "fp32"},
     {"out": "fp32", "accumulate": True, "bias": True},
+    {"out": "fp32", "squares": True},
     {"out": "bf16", "bias": True},
     {"out": "bf16", "accumulate": True},
     {"out": "fp16", "accumulate": True, "bias": True},

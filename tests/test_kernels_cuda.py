@@ -178,6 +178,7 @@ HOPPER = target_device((9, 0))
 OUTPUTS = (
     {"out": "bf16"},
     {"out": "fp32", "accumulate": True, "bias": True},
+    {"out": "fp32", "squares": True},
     {"out": "int8"},
     {"out": "int8", "layout": "qt"},
     {"out": "int8", "layout": "both", "rounding": "stochastic", "bias": True},

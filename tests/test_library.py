@@ -35,6 +35,8 @@ def overloads(name, problem):
     found = torch.ops.jetfire
     if name == "gemm" and problem.accumulate:
         return [found.gemm_accumulate.default]
+    if name == "gemm" and problem.squares:
+        return [found.gemm_squares.default]
     if name == "gemm" and problem.out == "int8":
         return [found.gemm_quantized.default]
     if name == "bit_split_codes":
