@@ -30,6 +30,7 @@ R = TypeVar("R")
 
 # Words for what an annotation asks for, by the name of its type.
 _NAMES = {
+    "Iterable": "an iterable",
     "Tensor": "a tensor",
     "bool": "True or False",
     "int": "an integer",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jetfire.nn.optimizer import AdamW, replaying
     from jetfire.nn.recipes import RECIPES, Int4, Recipe
     from jetfire.nn.sharding import gather_codes
+    from jetfire.nn.squares import gradient_norm
     from jetfire.nn.watching import CodesQuality, Watched, watch
 
 _MODULES = {
@@ -53,6 +54,7 @@ _MODULES = {
     "check_agreement": "agreement",
     "convert": "conversion",
     "gather_codes": "sharding",
+    "gradient_norm": "squares",
     "is_int4_state": "int4",
     "linear_cross_entropy": "loss",
     "quantised_weights": "linear",
@@ -85,6 +87,7 @@ __all__ = [
     "check_agreement",
     "convert",
     "gather_codes",
+    "gradient_norm",
     "is_int4_state",
     "linear_cross_entropy",
     "quantised_weights",

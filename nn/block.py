@@ -82,6 +82,10 @@ class Int8Block(GPT2StreamBlock):
             one, and give autograd none. Else the next ones of projection, FC1 and FC2 are held at
             once: 36·width² bytes. Only where nothing waits for autograd to accumulate: no hook, no
             DDP, no FSDP.
+        squares_gradients: where an fp32 weight's gradient is made, and not added, add up its
+            squares with it, for `gradient_norm`: 4 bytes per 512 elements, kept until the next.
+            Only where torch counts each change of a gradient until then: not with a GradScaler, nor
+            where processes reduce it.
     """
 
     qkv: Int8Linear
@@ -105,14 +109,15 @@ class Int8Block(GPT2StreamBlock):
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
         linear = partial(Int8Linear, block=block, kept=kept, **fp32)
         super().__init__(width, heads, dropout, between, linear, fp32)
-        self.block, self.adds_gradients = side, False
+        self.block = side
+        self.adds_gradients = self.squares_gradients = False
 
     def forward(self, stream: Stream, batch: int) -> Stream:
         """Return the stream of batch·length tokens × width after this block."""
         checked_stream(stream, self.flow, batch)
         dropout = self.dropout if self.training else 0.0
-        eps, adds = self.norm1.eps, self.adds_gradients
-        setting = Setting(self.block, self.flow, eps, dropout, "tanh", adds)
+        of_gradients = self.adds_gradients, self.squares_gradients
+        setting = Setting(self.block, self.flow, self.norm1.eps, dropout, "tanh", *of_gradients)
 
         def attention(*parts: Tensor) -> Tensor:
             return self.attended(parts, batch, dropout)

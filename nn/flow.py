@@ -134,7 +134,8 @@ class Setting(NamedTuple):
     """What both halves of a block know besides their tensors.
 
     Attributes:
-        block, flow, adds: as in `Int8Block`.
+        block, flow: as in `Int8Block`.
+        adds, squares: its `adds_gradients` and `squares_gradients`.
         eps: of both norms.
         dropout: probability, of both branches' outputs.
         activation: a form of GELU, or "gated": SwiGLU, the first half of whose product is the gate.
@@ -147,6 +148,7 @@ class Setting(NamedTuple):
     dropout: float
     activation: Activation
     adds: bool = False
+    squares: bool = False
     transposed: bool = False
 
 
@@ -521,7 +523,7 @@ def _gradients(
         if wanted.weights[i]:
             gt = _transposed_part(g, sum(sizes[:i]), sizes[i])
             factors = (xt, gt) if setting.transposed else (gt, xt)
-            gradient = weight_gradient(*factors, weight, setting.adds)
+            gradient = weight_gradient(*factors, weight, setting.adds, setting.squares)
             del gt, factors
         found.append(gradient)
     if not any(wanted.biases):

@@ -53,7 +53,7 @@ class Int8LlamaBlock(StreamBlock):
         kept: as in `Int8Block`.
 
     Attributes:
-        adds_gradients: as in `Int8Block`.
+        adds_gradients, squares_gradients: as in `Int8Block`.
     """
 
     @checked
@@ -89,7 +89,7 @@ class Int8LlamaBlock(StreamBlock):
                 raise UsageError(f"{name}={number}: expected a positive number")
         self.width, self.heads, self.kv_heads, self.hidden = width, heads, kv_heads, hidden
         self.dropout, self.window, self.eps, self.theta = dropout, window, eps, theta
-        self.adds_gradients = False
+        self.adds_gradients = self.squares_gradients = False
         of_kv = width // heads * kv_heads
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
 
@@ -108,8 +108,8 @@ class Int8LlamaBlock(StreamBlock):
         """Return the stream of batch·length tokens × width after this block."""
         checked_stream(stream, self.flow, batch)
         dropout = self.dropout if self.training else 0.0
-        adds = self.adds_gradients
-        setting = Setting(self.block, self.flow, self.eps, dropout, "gated", adds)
+        of_gradients = self.adds_gradients, self.squares_gradients
+        setting = Setting(self.block, self.flow, self.eps, dropout, "gated", *of_gradients)
         (of_qkv, qkv), (of_gate_up, gate_up) = self.joined_groups()
         products = [
             product_of(qkv, of_qkv.of(qkv)),

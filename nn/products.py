@@ -18,6 +18,7 @@ from jetfire.core.tensors import Quantized, blocks_of, ceil_div
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.made import MadeOfWeight, Stamp
 from jetfire.nn.recipes import Kept
+from jetfire.nn.squares import forget_squares, keep_squares
 from jetfire.ops import (
     int4_pack,
     int4_unpack,
@@ -229,19 +230,26 @@ _transpose_and_multiply = composed(
 
 
 def weight_gradient(
-    at: Quantized, bt: Quantized, weight: torch.Tensor, adds: bool
+    at: Quantized, bt: Quantized, weight: torch.Tensor, adds: bool, squares: bool
 ) -> torch.Tensor | None:
     """Return a weight's gradient Aᵀ·B in its dtype; None where it was added to the one there.
 
     Args:
         at, bt: codes of Aᵀ and of Bᵀ, two matrices with as many rows.
         adds: whether it may be added in the product itself.
+        squares: whether to keep sums of its squares for `gradient_norm`, of one in fp32.
     """
     grad = weight.grad if adds else None
-    if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
+    if grad is not None and grad.dtype == torch.float32 and grad.is_contiguous():
+        forget_squares(weight)  # an operator of ours: torch counts no change
+        int8_gemm(at, bt, out="fp32", c=grad)
+        return None
+    # What is compiled has no version, and no address before it runs.
+    if not squares or weight.dtype != torch.float32 or torch.compiler.is_compiling():
         return int8_gemm(at, bt, out=FLOATS[weight.dtype])
-    int8_gemm(at, bt, out="fp32", c=grad)
-    return None
+    gradient, of_it = int8_gemm(at, bt, out="fp32", squares=True)
+    keep_squares(weight, gradient, of_it)
+    return gradient
 
 
 class Handoff:

@@ -26,6 +26,7 @@ from jetfire.gpt2.training.settings import Settings, check_processes
 from jetfire.nn import check_agreement, gather_codes
 from jetfire.nn.captured import release_all
 from jetfire.nn.products import is_dtensor, own_part
+from jetfire.nn.squares import total_norm
 
 T = TypeVar("T")
 # The others wait while the first prepares data; torchrun ends them if it dies.
@@ -246,15 +247,7 @@ def reshard(model: nn.Module) -> None:
 
 def norm(tensors: list[torch.Tensor], group: Group) -> torch.Tensor:
     """The 2-norm of all elements, on every process, whether tensors are sharded or not."""
-    parts = [own_part(tensor) for tensor in tensors]
-    if any(part.dtype != torch.float32 for part in parts):
-        # A norm in bf16 would be off by a 512th.
-        kinds = dict.fromkeys(part.dtype for part in parts)
-        by_dtype = ([p for p in parts if p.dtype == dtype] for dtype in kinds)
-        of_each = [n for same in by_dtype for n in torch._foreach_norm(same, 2, torch.float32)]
-        own = torch.linalg.vector_norm(torch.stack(of_each))
-    else:
-        own = nn.utils.get_total_norm(parts)
+    own = total_norm([own_part(tensor) for tensor in tensors])
     if any(is_dtensor(tensor) for tensor in tensors):
         return group.add(own.square()).sqrt()
     return own

@@ -17,7 +17,7 @@ from torch import nn
 from jetfire.gpt2.training import parallel
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.settings import Settings
-from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock, Watched, watch
+from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock, Watched, gradient_norm, watch
 from jetfire.nn.sizes import moment_scales
 
 Micro = tuple[torch.Tensor, torch.Tensor]
@@ -80,10 +80,12 @@ class Step:
         self.rate = torch.zeros((), dtype=torch.float32, device=device)
         self.failed = torch.zeros((), dtype=torch.float32, device=device)
         self.optimizer = self._optimizer(settings)
+        # DDP and FSDP2 wait for autograd's accumulation, and reduce what it leaves.
+        alone = settings.parallel == "none" and not settings.compile
         for module in model.modules():
-            # DDP and FSDP2 wait for autograd's accumulation.
             if isinstance(module, Int8Block | Int8LlamaBlock):
-                module.adds_gradients = settings.parallel == "none" and not settings.compile
+                module.adds_gradients = alone
+                module.squares_gradients = alone and settings.accumulate == 1
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
         """Fused on any device; matrices decay, biases and norms' weights do not.
@@ -173,7 +175,10 @@ class Step:
     @torch.no_grad()
     def update(self, loss: torch.Tensor) -> torch.Tensor:
         """Clip, and move the parameters if all is finite; gives the norm before clipping."""
-        norm = parallel.norm(self.gradients_made(), self.group)
+        if self.sharded:
+            norm = parallel.norm(self.gradients_made(), self.group)
+        else:
+            norm = gradient_norm(self.parameters)
         self.failed.copy_(torch.maximum(self.failed, (~torch.isfinite(norm + loss)).float()))
         scale: torch.Tensor = self.optimizer.grad_scale  # type: ignore[attr-defined]
         scale.copy_((norm / self.clip).clamp(min=1.0))
