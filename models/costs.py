@@ -89,7 +89,11 @@ class Shipped:
 def _alike(problem: Any) -> Iterator[Any]:
     """Yield a problem, then those that differ from it in flags alone."""
     fields = dataclasses.fields(problem)
-    flags = [field.name for field in fields if type(getattr(problem, field.name)) is bool]
+    flags = [
+        field.name
+        for field in fields
+        if type(getattr(problem, field.name)) is bool and field.name not in problem.extras
+    ]
     own = tuple(getattr(problem, flag) for flag in flags)
     for values in sorted(itertools.product((False, True), repeat=len(flags)), key=own.__ne__):
         yield replace(problem, **dict(zip(flags, values, strict=True)))
