@@ -307,6 +307,7 @@ describe.restype = ctypes.c_char_p
 print(*(describe(code).decode() for code in map(int, sys.argv[2:])), sep="\\n")
 """
 TWO = [(fields(size, size, size), WgmmaConfig(groups)) for size, groups in ((1024, 1), (8192, 3))]
+STREAMED = [(fields(), WgmmaConfig(stream=True))]
 
 
 def described(library, *codes, **environment):
@@ -331,11 +332,14 @@ def test_the_driver_names_its_errors(cases, stand_in, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_takes_what_chooses_among_two_configs(tmp_path):
-    files = cuda.library(plan_of("wgmma", *TWO)).files
+@pytest.mark.parametrize("cases", [TWO, STREAMED], ids=["two configs", "a workspace"])
+def test_nvcc_takes_what_chooses_and_launches(cases, tmp_path):
+    files = cuda.library(plan_of("wgmma", *cases)).files
     for name in ("a_gemm.h", "a_gemm_configs.h", "a_gemm.cu"):
-        (tmp_path / name).write_bytes(files[name])
+        if name in files:  # one config needs none to choose by
+            (tmp_path / name).write_bytes(files[name])
     command = "nvcc -std=c++17 -Xcompiler -Wall,-Wextra -c a_gemm.cu"
+    command += " -gencode arch=compute_90a,code=sm_90a"
     done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
     assert b"cudaGetErrorName" in (tmp_path / "a_gemm.o").read_bytes()
