@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 GROUPS = tuple(1 << i for i in range(11))  # 1 to 1024
@@ -21,7 +22,7 @@ def floats(x: torch.Tensor) -> torch.Tensor:
 
 def factor(group: int) -> float:
     """Return 1/√group, rounded to fp32."""
-    return torch.tensor(group**-0.5, dtype=torch.float32, device="cpu").item()
+    return float(np.float32(group**-0.5))
 
 
 def butterflies(x: torch.Tensor, group: int) -> torch.Tensor:

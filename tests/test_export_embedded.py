@@ -72,6 +72,14 @@ PLANS = {
 }
 
 
+@pytest.mark.parametrize("name", ["hadamard_quantize_codes", "hadamard_restore"])
+def test_the_factor_of_a_transform_is_no_tensor(name):
+    """A launch that asks torch for a number is none that C could repeat."""
+    (tuned,) = plan_of(name, "triton", {"m": 128, "n": 256}).tuned
+    (found,) = recording.record([(name, "triton", (9, 0), tuned.problem, tuned.config)])
+    assert found.calls
+
+
 def cases_of(plan):
     """Problems and configs that the function takes."""
     small = samples.small_problem(plan)
