@@ -159,6 +159,7 @@ def _by_key(results: Results, config: bool) -> dict[str, Row]:
 
 
 HEAD = ("problem", "kernel", "before", "p20–p80", "after", "p20–p80", "ratio", "95%", "")
+ALONE = ("op", "problem", "kernel", "time")
 _STYLES = {
     "slower": "red",
     "broken": "red",
@@ -200,12 +201,20 @@ def _rows(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, list[str]]]:
         )
 
 
-def _tables(found: Match) -> dict[str, Table]:
-    """Return a table for each op, for Markdown."""
-    return {
+def _tables(found: Match, a: Path, b: Path) -> dict[str, Table]:
+    """Return a table for each op, and one of the rows that each file has alone, for Markdown."""
+    tables = {
         op: Table(HEAD, [texts for _, texts in _rows(same)], (0, 1, len(HEAD) - 1))
         for op, same in grouped(found.pairs, lambda pair: pair.after.op).items()
     }
+    for file, other, rows in ((a, b, found.gone), (b, a, found.new)):
+        if rows:
+            lines = [
+                [row.op, problem_text(row.problem), row.label, time_text(time_of(row))]
+                for row in rows
+            ]
+            tables[f"In {file} and not in {other}"] = Table(ALONE, lines, (0, 1, 2))
+    return tables
 
 
 def _lines(found: Match) -> list[dict[str, Any]]:
@@ -264,7 +273,7 @@ def compare(
         form,
         value,
         lambda: _print(found, title, a, b),
-        lambda: _tables(found),
+        lambda: _tables(found, a, b),
         lambda: _lines(found),
     )
     if before.device.get("timer") != after.device.get("timer"):

@@ -359,3 +359,9 @@ def test_every_format_has_what_the_table_has(tmp_path, capsys):
     assert [broken[name] for name in ("ratio_low", "after_ms", "after_ms_p20")] == [""] * 3
     assert (gone["kernel"], gone["before_ms_p20"], gone["after_ms"]) == ("old", "2.97", "")
     assert (new["kernel"], new["before_ms"], new["after_ms_p80"]) == ("fresh", "", "4.04")
+    assert execute(None, ["compare", *files, "--format", "md"]) == 0
+    _, gone, new = (part.splitlines() for part in capsys.readouterr().out.split("### ")[1:])
+    assert gone[0] == f"In {files[0]} and not in {files[1]}"
+    assert new[0] == f"In {files[1]} and not in {files[0]}"
+    assert [text.strip() for text in gone[4].split("|")[3:5]] == ["old", "3.00 ms"]
+    assert [text.strip() for text in new[4].split("|")[3:5]] == ["fresh", "4.00 ms"]
