@@ -16,7 +16,7 @@ from jetfire.gpt2.training import graph
 from jetfire.gpt2.training.settings import make
 from jetfire.gpt2.training.state import build
 from jetfire.gpt2.training.step import Step, seed_step
-from jetfire.nn import Int8Block, Int8LlamaBlock, Stream, gradient_norm
+from jetfire.nn import AdamW, Int8Block, Int8LlamaBlock, Stream, gradient_norm
 from jetfire.nn.captured import LAUNCHED
 from jetfire.nn.linear import Int8Linear
 from jetfire.nn.made import stamp
@@ -386,3 +386,25 @@ def test_gradients_on_several_devices(device):
     expected = (get_total_norm(gradients_of(there)).cpu().double() ** 2 + 16 * 1e4).sqrt()
     for parameters in ([here, *there.parameters()], [*there.parameters(), here]):
         near(gradient_norm(parameters), expected)
+
+
+def test_an_update_that_divides_clips_as_torch_does(device):
+    """As docs/training.md has it: no pass over the gradients of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4096, 64), Int8Linear(64, 96), nn.Linear(96, 8)).to(device)
+    other = copy.deepcopy(model)
+    ours = AdamW(model.parameters(), 1e-2, model=model)
+    theirs = torch.optim.AdamW(other.parameters(), 1e-2)
+    for size in (1e-3, 1.0):  # of which the one is not clipped
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad = size * torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        norm = gradient_norm(model.parameters())
+        assert (norm > 1) == (size == 1.0)
+        ours.grad_scale = norm.clamp(min=1)
+        ours.step()
+        clip_grad_norm_(other.parameters(), 1.0)
+        theirs.step()
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        # Moments differ by roundings, and updates of at most 1e-2 by as many parts of them.
+        assert torch.allclose(mine, its, rtol=1e-5, atol=1e-6)
