@@ -78,7 +78,16 @@ def _output_multiples(problem: GemmProblem, out: bool, qt: bool) -> dict[str, in
     return {**found, "n": size_for_16_bytes(driver.ELEMENT_BYTES[problem.out])} if out else found
 
 
-class WgmmaHost(Host):
+class GemmHost(Host):
+    """What both kernels' callers are told."""
+
+    def sentences(self, problem: GemmProblem) -> tuple[str, ...]:
+        if not problem.squares:
+            return ()
+        return ("squares holds Σx² of each 16 rows and 32 columns of c.",)
+
+
+class WgmmaHost(GemmHost):
     """Host code for sm_90a: tensor maps, persistent blocks, flags and sums for stream-K."""
 
     kernel = wgmma.WgmmaGemm()
@@ -124,7 +133,7 @@ class WgmmaHost(Host):
         }
 
 
-class MmaHost(Host):
+class MmaHost(GemmHost):
     """Host code for sm_80 and later: one block per tile."""
 
     kernel = mma.MmaGemm()
