@@ -157,6 +157,33 @@ def _tuned(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
     return TunedProblem(problem, found.config, found.entry)
 
 
+def _has_form(kernel: Kernel) -> bool:
+    """Return whether an export can hold a kernel: one in CUDA C++ only with its host code."""
+    return isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op)
+
+
+def _without_profile(
+    op: Op, kernels: Mapping[str, Kernel], problem: Any, device: Device, formless: Sequence[str]
+) -> str:
+    """Say that no kernel which an export can hold has a profile, and what makes one.
+
+    Args:
+        formless: kernels that have one, but that no export can hold.
+    """
+    where, remedy = f"{op.name} on {device.name}", command_for(op, problem)
+    if not formless:
+        return f"{where}: no kernel has a profile for {problem}; tune it: {remedy}"
+    others = (
+        f"; tune another: {remedy} --kernel {kernel.name}"
+        for kernel in kernels.values()
+        if _has_form(kernel)
+        and kernel.legal(problem, kernel.default(problem, device), device) is None
+    )
+    names = ", ".join(formless)
+    said = f"{where}: {names} has a profile for {problem}, but no form as CUDA C++"
+    return said + next(others, "")
+
+
 def _fastest(
     op: Op, kernels: Mapping[str, Kernel], problems: Sequence[Any], device: Device
 ) -> tuple[Kernel, list[Found]]:
@@ -167,17 +194,17 @@ def _fastest(
     configs of near problems, whose times do not compare.
     """
     lookups: dict[str, list[Found]] = {}
-    for kernel in kernels.values():
-        # An export can hold one in CUDA C++ only with its host code.
-        if isinstance(kernel, EMBEDDED) or kernel.name in hosts(kernel.op):
-            found = [profiles.find(op, kernel, problem, device) for problem in problems]
-            if all(f.entry is not None for f in found):
-                lookups[kernel.name] = found
+    formless = []
+    for kernel in (k for k in kernels.values() if k.backend in GPU):
+        found = [profiles.find(op, kernel, problem, device) for problem in problems]
+        if any(f.entry is None for f in found):
+            continue
+        if _has_form(kernel):
+            lookups[kernel.name] = found
+        else:
+            formless.append(kernel.name)
     if not lookups:
-        raise UsageError(
-            f"{op.name} on {device.name}: no kernel has a profile for {problems[0]}; tune it: "
-            f"{command_for(op, problems[0])}"
-        )
+        raise UsageError(_without_profile(op, kernels, problems[0], device, formless))
     looked_up = [f for found in lookups.values() for f in found if f.source == "tuned"]
     gpus = dict.fromkeys(f.entry.gpu for f in looked_up if f.entry is not None)
     tuned = [_tuned_on(gpu, op, [kernels[n] for n in lookups], problems, device) for gpu in gpus]

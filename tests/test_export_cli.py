@@ -13,7 +13,7 @@ from jetfire.cli import execute
 from jetfire.core import files
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError, WrongResultError
-from jetfire.export import command, cuda, embedded, measure, naming, render, targets
+from jetfire.export import command, cuda, embedded, measure, naming, plan, render, targets
 from jetfire.export.library import Library, with_header
 from jetfire.export.options import ExportOptions
 from jetfire.export.plan import ExportPlan
@@ -22,6 +22,7 @@ from jetfire.measure.results import Row
 
 GEMM = ("gemm", "--m", "4096", "--block", "128")
 QUANTIZE = ("quantize", "--m", "8192", "--n", "4096")
+SIZES = ("--m", "8192", "--n", "1024")
 
 
 class Fake(ExportTarget):
@@ -130,6 +131,25 @@ def test_without_a_profile_the_command_that_makes_one_is_named(tmp_path, capsys)
     assert said.endswith("tune it: jetfire-tune quantize --m 8192 --n 4096 --block 32")
     assert export(tmp_path / "out", *QUANTIZE, "--kernel", "triton") == 2
     assert refused(capsys).endswith("--n 4096 --block 32 --kernel triton")
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (
+            ("hadamard_quantize_codes", *SIZES, "--block", "64", "--set", "layout=both"),
+            r"; tune another: jetfire-tune hadamard_quantize_codes .* --kernel triton",
+        ),
+        (("bit_split_codes", *SIZES, "--block", "32", "--set", "sums=true"), ""),  # no other sums
+    ],
+)
+def test_a_profile_of_a_kernel_without_a_form_is_told_from_none(
+    words, remedy, shipped, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(plan, "hosts", lambda op: {})
+    assert export(tmp_path, *words, "--arch", "9.0") == 2
+    said = f"{words[0]} on sm_90: rows has a profile for m=8192 .*, but no form as CUDA C"
+    assert re.fullmatch(rf"{said}\+\+{remedy}", refused(capsys))
 
 
 def test_a_folder_is_asked_for(shipped, capsys):
