@@ -1,5 +1,5 @@
-"""CUDA kernels of the INT4 GEMM, the Hadamard quantiser and GELU as exports: several kernels per
-launch, scratch memory, host code that computes what Python's does."""
+"""CUDA kernels of the INT4 GEMM, the Hadamard quantiser, GELU and bit splitting as exports: several
+kernels per launch, scratch memory, host code that computes what Python's does."""
 
 import json
 import os
@@ -23,8 +23,9 @@ from jetfire.export import cuda, flatten, samples
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
+from jetfire.kernels_cuda import bit_split_codes, driver, mma_tiles, program, tiles
 from jetfire.kernels_cuda import compile as compiler
-from jetfire.kernels_cuda import driver, mma_tiles, program, tiles
+from jetfire.kernels_cuda.bit_split_codes import RowsConfig as SplitConfig
 from jetfire.kernels_cuda.hadamard_quantize import rows
 from jetfire.kernels_cuda.hadamard_rows import RowsConfig
 from jetfire.kernels_cuda.int4_gemm import wgmma
@@ -158,6 +159,15 @@ CASES = [
         columns(n=2056, group=8, mode="bwd", given="wide", dtype="fp32"),
         RowsConfig(8, 2, 32, 4, 6),
     ),
+    ("bit_split_codes", "rows", columns(sums=True), SplitConfig(8, 2, 8)),
+    ("bit_split_codes", "rows", columns(bits=4, block=128), SplitConfig(4, 4, 32)),
+    (
+        "bit_split_codes",
+        "rows",
+        columns(1021, 2054, bits=4, block=64, sums=True),
+        SplitConfig(2, 1, 4),
+    ),
+    ("bit_split_codes", "rows", columns(1021, 2050, block=64), SplitConfig()),
 ]
 
 
@@ -267,10 +277,22 @@ def test_what_the_contract_asks_of_sizes_and_says_of_tensors():
     assert contract(15)[0] == "The addresses of x, dy, q and qt are multiples of 16."
     assert contract(16)[1] == "Sizes: any up to 2^30."
     assert contract(17)[1] == asked.format("n a multiple of 8")
+    assert contract(23)[:3] == (
+        "The addresses of q, parts and workspace are multiples of 16.",
+        asked.format("n a multiple of 16, m at most 16777216"),
+        "parts holds two codes per byte, the first in its low half: m rows of high parts, then m "
+        "of low ones.",
+    )
+    assert contract(24)[1:3] == (
+        asked.format("n a multiple of 16"),
+        "parts holds two codes per byte, the first in its low half.",
+    )
+    assert contract(25)[1] == asked.format("n a multiple of 2, m at most 16777216")
+    assert contract(26)[1] == asked.format("n a multiple of 2")
 
 
 def test_scratch_memory_may_hold_anything_counters_must_be_zeros():
-    for number, zeros in ((0, False), (1, False), (9, True)):
+    for number, zeros in ((0, False), (1, False), (9, True), (23, True), (24, True)):
         library = cuda.library(plan_for(CASES[number]))
         header = library.files[f"{NAME}.h"].decode()
         assert (library.workspace, library.zeros) == (True, zeros)
@@ -333,8 +355,14 @@ def instructions(found):
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
 @pytest.mark.parametrize(
     ("case", "names"),
-    [(CASES[1], {"unpack"}), (CASES[13], {"backward"}), (CASES[15], {"tiles"})],
-    ids=["int4_gemm", "hadamard_quantize", "gelu"],
+    [
+        (CASES[1], {"unpack"}),
+        (CASES[13], {"backward"}),
+        (CASES[15], {"tiles"}),
+        (CASES[23], {"largest", "rows"}),
+        (CASES[26], {"largest", "rows"}),
+    ],
+    ids=["int4_gemm", "hadamard_quantize", "gelu", "bit_split_codes", "of bytes"],
 )
 def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeypatch):
     """By the same compiler: instruction by instruction what the workbench launches.
@@ -393,8 +421,9 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 
 @needs_nvcc
-def test_nvcc_takes_several_kernels_in_one_source(tmp_path):
-    assert compiled_by_nvcc(CASES[1], tmp_path, "-c") == (0, "")
+@pytest.mark.parametrize("number", [1, 23, 24, 25, 26])
+def test_nvcc_takes_several_kernels_in_one_source(number, tmp_path):
+    assert compiled_by_nvcc(CASES[number], tmp_path, "-c") == (0, "")
 
 
 @needs_nvcc
@@ -418,6 +447,8 @@ PARAMETERS = {
     "backward": (88,),
     "backward_codes": (88,),
     "tiles": (384,),
+    "largest": (96,),
+    "rows": (96,),
 }
 ELF = b"\x7fELF"
 
@@ -501,6 +532,7 @@ class Memory:
         self.end = WORKSPACE
 
     def take(self, shape, dtype):
+        shape = (shape, 1) if isinstance(shape, int) else shape
         start, size = self.end, shape[0] * shape[1] * dtype.itemsize
         self.end += -(-size // 256) * 256
         return self.tensor(start, shape, dtype)
@@ -528,11 +560,15 @@ def tensors_of(plan, problem, memory):
 
 def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
     """The driver's lines for the workbench's own launch."""
-    codes = cuda.host_of(plan.kernel).codes(problem, config)
+    host = cuda.host_of(plan.kernel)
+    codes = host.codes(problem, config)
     maps, launches = [], []
+    # What must stay zeros comes first in a workspace.
+    counters = host.zeros and host.workspace(problem, config) and memory.take(2, torch.int32)
 
-    def function(header):
-        numbers = [i for i, code in enumerate(codes) if code.header == header]
+    def function(program):
+        asked = program.function, program.header
+        numbers = [i for i, code in enumerate(codes) if (code.name, code.header) == asked]
 
         def launch(blocks, threads, arguments):
             (number,) = numbers
@@ -562,9 +598,10 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
         patch.setattr(wgmma, "_prepare", wgmma._prepare.__wrapped__)
         patch.setattr(program, "_loaded", program._loaded.__wrapped__)
         for module in (program, wgmma):
-            patch.setattr(module, "loaded", lambda program, device: function(program.header))
-        patch.setattr(rows, "counters", lambda device, count: memory.take((count, 1), torch.int32))
-        for module in (mma_tiles, rows, tiles, wgmma):
+            patch.setattr(module, "loaded", lambda program, device: function(program))
+        for module in (bit_split_codes, rows):
+            patch.setattr(module, "counters", lambda device, count: {2: counters}[count])
+        for module in (bit_split_codes, mma_tiles, rows, tiles, wgmma):
             patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         roles = {p.name: p.role for p in plan.signature.parameters}
         plan.kernel.launch(
@@ -602,7 +639,7 @@ def test_host_code_launches_what_the_workbench_does(case, fake_driver, tmp_path,
     if library.workspace:
         sizes = [[x for x in call if x[0] == "int"] for call in calls]
         asked = called(fake_driver, tmp_path, library, sizes, f"{NAME}_workspace_bytes")
-        # What the quantiser counts with is not rounded up.
+        # Counters, and totals of columns, are not rounded up.
         assert [-(-size // 256) * 256 for size, _ in asked] == scratch
     else:
         assert set(scratch) == {0}
@@ -654,6 +691,20 @@ REFUSED = [
     (16, (1, 1), {"x": 1}, 2),
     (17, (1, 8), {}, 0),
     (17, (1, 9), {}, 1),
+    *((23, sizes, {}, 0) for sizes in ((1, 16), (1 << 24, 16), (1, 1 << 30))),
+    *(
+        (23, sizes, {}, 1)
+        for sizes in ((1, 8), (0, 16), (1, -16), ((1 << 24) + 1, 16), (1, (1 << 30) + 16))
+    ),
+    *((23, (1, 16), {name: 8}, 2) for name in ("q", "parts", "workspace")),
+    *((23, (1, 16), {name: 4}, 0) for name in ("scale", "unit", "squares", "sums")),
+    (24, (1 << 30, 16), {}, 0),
+    (24, ((1 << 30) + 1, 16), {}, 1),
+    (25, (1, 2), {}, 0),
+    (25, (1, 1), {}, 1),
+    (25, ((1 << 24) + 1, 2), {}, 1),
+    (26, (1 << 30, 2), {}, 0),
+    (26, (1, 2), {"parts": 8}, 2),
 ]
 
 
@@ -682,7 +733,7 @@ def test_what_the_contract_excludes_is_refused(number, fake_driver, tmp_path, mo
     [
         *((number, "cuTensorMapEncodeTiled", 0) for number in (1, 2, 14)),
         *((number, "cuKernelSetAttribute", 0) for number in (1, 2)),
-        *((number, "cuLaunchKernel", 1) for number in (1, 2, 5, 9, 14)),
+        *((number, "cuLaunchKernel", 1) for number in (1, 2, 5, 9, 14, 23)),
     ],
 )
 def test_what_the_driver_refuses_first_ends_the_call_with_its_error(
