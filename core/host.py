@@ -55,8 +55,6 @@ class Host(ABC):
             ``workspace`` is the workspace.
         tensor_maps: the kernel reads or writes through TMA's tensor maps.
         zeros: a workspace must be zeros before its first use; else it may hold anything.
-        unknown: device functions that a constructor's initialisers call, each with what the host's
-            compiler is to read instead: nvcc shows it these initialisers, but not the functions.
     """
 
     kernel: ClassVar[Any]
@@ -67,7 +65,6 @@ class Host(ABC):
     aligned: ClassVar[tuple[str, ...]]
     tensor_maps: ClassVar[bool] = False
     zeros: ClassVar[bool] = True
-    unknown: ClassVar[Mapping[str, str]] = {}
 
     def architecture(self, capability: tuple[int, int]) -> str:
         """Return nvcc's name of an architecture, such as ``90``."""

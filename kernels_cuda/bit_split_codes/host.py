@@ -33,7 +33,6 @@ class RowsHost(Host):
     template = "bit_split_codes/rows.j2"
     notes: ClassVar[Mapping[str, str]] = NOTES
     aligned = ("q", "parts", "workspace")
-    unknown: ClassVar[Mapping[str, str]] = {"__fdiv_rn(a, b)": "((a) / (b))"}
 
     def threads_named(self, problem: BitSplitCodesProblem, config: RowsConfig) -> tuple[str, ...]:
         return "largest_kernel::THREADS", "rows_kernel::THREADS"

@@ -93,9 +93,12 @@ struct Common {
   float unit, inverse;
   uint64_t seed;
 
-  DEVICE explicit Common(const Arguments& p)
-      : unit(*p.unit), inverse(unit > 0 ? __fdiv_rn(1.0f, unit) : 0.0f),
-        seed(BITS == 8 ? *p.seed : 0) {}
+  // In its body, which nvcc does not show the host's compiler: that one knows no __fdiv_rn.
+  DEVICE explicit Common(const Arguments& p) {
+    unit = *p.unit;
+    inverse = unit > 0 ? __fdiv_rn(1.0f, unit) : 0.0f;
+    seed = BITS == 8 ? *p.seed : 0;
+  }
   // Of codes of a scale. Where the unit is 0 or NaN, all are 0.
   DEVICE float ratio(float scale) const { return unit > 0 ? __fmul_rn(scale, inverse) : 0.0f; }
 };
