@@ -1,5 +1,5 @@
-"""CUDA kernels of the INT4 GEMM, the Hadamard quantiser, GELU and bit splitting as exports: several
-kernels per launch, scratch memory, host code that computes what Python's does."""
+"""CUDA kernels of the INT4 GEMM, both Hadamard quantisers, GELU and bit splitting as exports:
+several kernels per launch, scratch memory, host code that computes what Python's does."""
 
 import json
 import os
@@ -23,7 +23,14 @@ from jetfire.export import cuda, flatten, samples
 from jetfire.export.plan import ExportPlan, TunedProblem
 from jetfire.export.target import cuda_home
 from jetfire.export.targets.c_library import TARGET
-from jetfire.kernels_cuda import bit_split_codes, driver, mma_tiles, program, tiles
+from jetfire.kernels_cuda import (
+    bit_split_codes,
+    driver,
+    hadamard_quantize_codes,
+    mma_tiles,
+    program,
+    tiles,
+)
 from jetfire.kernels_cuda import compile as compiler
 from jetfire.kernels_cuda.bit_split_codes import RowsConfig as SplitConfig
 from jetfire.kernels_cuda.hadamard_quantize import rows
@@ -168,6 +175,25 @@ CASES = [
         SplitConfig(2, 1, 4),
     ),
     ("bit_split_codes", "rows", columns(1021, 2050, block=64), SplitConfig()),
+    ("hadamard_quantize_codes", "rows", columns(), RowsConfig(32, 1, 16, 16, 2)),
+    (
+        "hadamard_quantize_codes",
+        "rows",
+        columns(n=2056, block=64, group=8, layout="both"),
+        RowsConfig(16, 2, 16, 8, 4),
+    ),
+    (
+        "hadamard_quantize_codes",
+        "rows",
+        columns(n=2050, group=1, layout="wide"),
+        RowsConfig(8, 4, 32, 2, 4, prefetch=False),
+    ),
+    (
+        "hadamard_quantize_codes",
+        "rows",
+        columns(block=128, group=64, layout="both"),
+        RowsConfig(16, 2, 32, 2, 8),
+    ),
 ]
 
 
@@ -289,10 +315,22 @@ def test_what_the_contract_asks_of_sizes_and_says_of_tensors():
     )
     assert contract(25)[1] == asked.format("n a multiple of 2, m at most 16777216")
     assert contract(26)[1] == asked.format("n a multiple of 2")
+    assert contract(27) == (
+        "The addresses of q and packed are multiples of 16.",
+        asked.format("n a multiple of 32 and at most 16777216"),
+        "packed holds two codes per byte, the first in its low half.",
+        "unit is the step, NaN where a scale is not finite or the step not finite and above 0; "
+        "squares are, row by row, the sums of the codes' squares.",
+    )
+    assert contract(28)[0] == "The addresses of q, packed and wide are multiples of 16."
+    assert "n a multiple of 8 and" in contract(28)[1]
+    assert "n a multiple of 2 and" in contract(29)[1]
+    assert "one code per byte" in contract(29)[2]
+    assert "n a multiple of 64 and" in contract(30)[1]
 
 
 def test_scratch_memory_may_hold_anything_counters_must_be_zeros():
-    for number, zeros in ((0, False), (1, False), (9, True), (23, True), (24, True)):
+    for number, zeros in ((0, False), (1, False), (9, True), (23, True), (24, True), (27, True)):
         library = cuda.library(plan_for(CASES[number]))
         header = library.files[f"{NAME}.h"].decode()
         assert (library.workspace, library.zeros) == (True, zeros)
@@ -361,8 +399,18 @@ def instructions(found):
         (CASES[15], {"tiles"}),
         (CASES[23], {"largest", "rows"}),
         (CASES[26], {"largest", "rows"}),
+        (CASES[27], {"forward_codes"}),
+        (CASES[28], {"forward_codes"}),
     ],
-    ids=["int4_gemm", "hadamard_quantize", "gelu", "bit_split_codes", "of bytes"],
+    ids=[
+        "int4_gemm",
+        "hadamard_quantize",
+        "gelu",
+        "bit_split_codes",
+        "of bytes",
+        "codes-packed",
+        "codes-both",
+    ],
 )
 def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeypatch):
     """By the same compiler: instruction by instruction what the workbench launches.
@@ -435,6 +483,14 @@ def test_gelu_by_nvcc_spills_nothing_with_as_many_blocks_as_fit(number, tmp_path
     assert ("UTMALDG" in found.instructions) == (number < 16)
 
 
+@needs_nvcc
+@pytest.mark.parametrize("number", [27, 28, 29, 30])
+def test_the_quantiser_of_codes_by_nvcc_spills_nothing(number, tmp_path):
+    assert compiled_by_nvcc(CASES[number], tmp_path, "-cubin") == (0, "")
+    found = audit(Cubin("forward_codes", (tmp_path / f"{NAME}.cubin").read_bytes(), 0, 0))
+    assert (found.spills, found.stack_bytes) == (0, 0), found.registers
+
+
 # --- host code -----------------------------------------------------------------------------------
 
 # Bytes of each kernel's parameters.
@@ -446,6 +502,7 @@ PARAMETERS = {
     "forward": (72,),
     "backward": (88,),
     "backward_codes": (88,),
+    "forward_codes": (88,),
     "tiles": (384,),
     "largest": (96,),
     "rows": (96,),
@@ -599,9 +656,9 @@ def launched_by_python(plan, problem, config, tensors, memory, monkeypatch):
         patch.setattr(program, "_loaded", program._loaded.__wrapped__)
         for module in (program, wgmma):
             patch.setattr(module, "loaded", lambda program, device: function(program))
-        for module in (bit_split_codes, rows):
+        for module in (bit_split_codes, hadamard_quantize_codes, rows):
             patch.setattr(module, "counters", lambda device, count: {2: counters}[count])
-        for module in (bit_split_codes, mma_tiles, rows, tiles, wgmma):
+        for module in (bit_split_codes, hadamard_quantize_codes, mma_tiles, rows, tiles, wgmma):
             patch.setattr(module, "Device", SimpleNamespace(of=lambda x: x.device))
         roles = {p.name: p.role for p in plan.signature.parameters}
         plan.kernel.launch(
@@ -705,6 +762,21 @@ REFUSED = [
     (25, ((1 << 24) + 1, 2), {}, 1),
     (26, (1 << 30, 2), {}, 0),
     (26, (1, 2), {"parts": 8}, 2),
+    *((27, sizes, {}, 0) for sizes in ((1, 32), (1 << 30, 1 << 24))),
+    *(
+        (27, sizes, {}, 1)
+        for sizes in ((1, 16), (1, 48), (1, 1 << 25), (0, 32), (1, -32), ((1 << 30) + 1, 32))
+    ),
+    *((27, (1, 32), {name: 8}, 2) for name in ("q", "packed")),
+    *((27, (1, 32), {name: 4}, 0) for name in ("scale", "step", "unit", "squares")),
+    (28, (1, 8), {}, 0),
+    (28, (1, 4), {}, 1),
+    *((28, (1, 8), {name: 8}, 2) for name in ("q", "packed", "wide")),
+    (29, (1, 2), {}, 0),
+    (29, (1, 3), {}, 1),
+    (29, (1, 2), {"wide": 1}, 2),
+    (30, (1, 64), {}, 0),
+    (30, (1, 32), {}, 1),
 ]
 
 
