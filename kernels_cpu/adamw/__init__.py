@@ -13,8 +13,8 @@ from jetfire.reference.adamw import rounded
 from jetfire.reference.quantize import quantize
 
 _STATE = ("param", "exp_avg", "exp_avg_sq")
-# Numbers per thread that are updated at once: in a core's cache, from the first operation to the
-# last. On one core of an EPYC 8192×1024 took 20 ms, in a single part 63; torch's fused update 15.
+# Numbers per thread that are updated at once, so that they stay in a core's cache from the first
+# operation to the last.
 _PART = 2**16
 
 
