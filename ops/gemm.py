@@ -12,7 +12,7 @@ from jetfire.core import expect, workloads
 from jetfire.core.arguments import checked
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
-from jetfire.core.op import Check, Tuning
+from jetfire.core.op import Check, SameBits, Tuning
 from jetfire.core.operators import Differentiable, Operator, of_product
 from jetfire.core.problem import AS_READ, Block, FloatName, Layout, Mode, Problem, Rounding
 from jetfire.core.suites import STEADY_MS, Exported, Timed
@@ -193,6 +193,10 @@ class Gemm(StandardOp):
         off = expected["evaluation"] if noise is None else expected["evaluation"] + noise
         known = {"q_noise": _of_written(problem, off), "q_over": _of_written(problem, over)}
         return super().check(problem, outputs, expected | known)
+
+    def same_bits(self, problem: GemmProblem) -> SameBits:
+        """Return "runs" with squares: they are sums."""
+        return "runs" if problem.squares else "configs"
 
     def nothing(self, problem: GemmProblem, inputs: Tensors, outputs: Tensors) -> None:
         """Write the bias, or zeros, and what C held."""
