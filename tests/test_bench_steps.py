@@ -214,7 +214,7 @@ class _NeverLearns(StepSubject):
     ],
 )
 def test_a_wrong_recipe_is_not_timed(made, says, monkeypatch):
-    monkeypatch.setattr(bench, "StepSubject", made)
+    monkeypatch.setattr(subjects, "StepSubject", made)
     (row, eager), notes = measure(STEP)
     assert row.ok is False
     assert row.error.startswith(says)
@@ -230,7 +230,7 @@ def test_a_recipe_that_fails_leaves_the_others(monkeypatch):
             raise RuntimeError("no such kernel\nat all")
         return StepSubject(problem, name, *rest)
 
-    monkeypatch.setattr(bench, "StepSubject", fails)
+    monkeypatch.setattr(subjects, "StepSubject", fails)
     rows, notes = measure(STEP, ("int8-block64", "int8-block32"))
     assert [(row.kernel, row.ok) for row in rows] == [
         ("int8-block64", False),
@@ -482,7 +482,7 @@ def test_a_row_says_which_optimizer_its_recipe_had(tmp_path, capsys):
 
 
 def test_a_wrong_result_is_the_exit_code(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "StepSubject", _HalfUnwritten)
+    monkeypatch.setattr(subjects, "StepSubject", _HalfUnwritten)
     file = tmp_path / "r.json"
     assert execute("train", [*WORDS, "--recipe", "int8-block32", "-o", str(file)]) == 3
     assert "WRONG" in capsys.readouterr().out

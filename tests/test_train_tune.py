@@ -121,6 +121,39 @@ def test_a_step_in_4_bits_asks_for_its_stages():
     assert {p.sums for p in found["bit_split_codes"]} == {True}
 
 
+def test_a_step_of_many_micro_batches_asks_for_products_that_add(asked_for):
+    """The first one writes the gradients, the others add to them; squares are a lone one's."""
+
+    def of_gradients(found: set) -> set:
+        return {(p.accumulate, p.squares) for p in found if p.out == "fp32"}
+
+    assert of_gradients(asked_for["gemm"]) == {(False, False), (True, False)}
+    alone = make("tiny", {**SMALL, "accumulate": 1, "recipe": "int8-block64"})
+    found = tuning.cases(alone, 100, Device.parse("cpu")).values()
+    products = {one.problem for of_kernel in found for one in of_kernel if one.op.name == "gemm"}
+    assert of_gradients(products) == {(False, True)}
+
+
+@pytest.mark.parametrize("name", ["block", "wide"])
+def test_a_case_of_the_bench_asks_for_what_its_recipes_launch(name):
+    """Of each weight the same three products; of a step the head's too, and the update."""
+    sizes = {"heads": "2", "width": "64", "context": "16", "batch": "2"}
+    if name == "wide":
+        sizes |= {"layers": "3", "vocabulary": "128", "accumulate": "3"}
+    case = cases.case_of(name, sizes, ["int8-block64"])
+    found: dict[str, set] = {}
+    for wanted in tuning.case_problems(case, "int8-block64", Device.parse("cpu")).values():
+        for one in wanted:
+            found.setdefault(one.op.name, set()).add(one.problem)
+    shapes = {(p.m, p.n, p.k) for p in found["gemm"]}
+    linears = [(192, 64), (64, 64), (256, 64), (64, 256)]
+    assert shapes >= {
+        shape for o, i in linears for shape in ((TOKENS, o, i), (TOKENS, i, o), (o, i, TOKENS))
+    }
+    assert ("adamw" in found) == ("cross_entropy" in found) == (name == "wide")
+    assert {p.accumulate for p in found["gemm"]} == {False, *([True] if name == "wide" else [])}
+
+
 def test_dropout_and_a_second_look_change_what_is_asked_for():
     settings = make("tiny", {**SMALL, "dropout": 0.1})
     here = Device.parse("cpu")
@@ -166,6 +199,22 @@ def test_a_vocabulary_of_characters_is_the_prepared_text_s(monkeypatch, tmp_path
     assert tuning.vocabulary_of(chars) == 4
     folder = prepare.prepare(tmp_path / "text.txt", "char", tmp_path / "tokens")
     assert tuning.vocabulary_of(make("tiny", {"data": str(folder)})) == 4
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        ("wid", [], "no case 'wid' (did you mean wide?)"),
+        ("wide", ["--data", "bytes"], "--data bytes: wide has a vocabulary of its own"),
+        ("block", ["--set", "vocabulary=9"], "--set vocabulary=9"),
+        ("block", ["--recipe", "bf16"], "--recipe bf16: expected one of int8, int8-block32"),
+    ],
+)
+def test_a_case_of_the_bench_is_checked_as_there(case, options, message, capsys):
+    assert execute("train", ["tune", case, "--device", "cpu", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

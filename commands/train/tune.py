@@ -12,18 +12,14 @@ EPILOG = "Example: jetfire train tune gpt2-124m --data tokens --missing"
 def run(
     case: Annotated[
         str,
-        o.argument(
-            "CASE",
-            "A preset, hf:NAME, a transformers config.json, or MODULE:FUNCTION.",
-            o.PRESETS,
-            o.MODELS,
-        ),
+        o.argument("CASE", "As for train bench.", o.CASES, o.MODELS),
     ],
     recipes: Annotated[
         o.Texts, o.listed("--recipe", "NAME,...", "As for training, but bf16 (int8).", o.MEASURED)
     ] = None,
     settings: Annotated[
-        o.Texts, o.option("--set", "KEY=V,...", "As for training; of hf: as for train bench.")
+        o.Texts,
+        o.option("--set", "KEY=V,...", "Of a preset as for training, else as for train bench."),
     ] = None,
     corpus: Annotated[  # TuneOptions.data is the inputs' distribution
         o.Text,
@@ -53,9 +49,9 @@ def run(
 ) -> None:
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
     from jetfire.core import registry
-    from jetfire.core.errors import UsageError, unknown
-    from jetfire.gpt2.bench.cases import OTHER_MODELS, runs_of
-    from jetfire.gpt2.training.settings import PRESETS
+    from jetfire.core.errors import UsageError
+    from jetfire.gpt2.bench.cases import case_of, runs_of
+    from jetfire.gpt2.training.settings import PRESETS, split
     from jetfire.measure import plan
     from jetfire.models import cases as models
     from jetfire.models import sources
@@ -69,17 +65,21 @@ def run(
         shard=o.shard(shard),
     )
     registry.check_kernels(map(registry.get, registry.names()), asked.kernels)
+    if case not in PRESETS and corpus is not None:
+        raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
     if sources.named_here(case):
-        if corpus is not None:
-            raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
         models.check(case, settings or (), recipes or ())
         from jetfire.models import tuning as others
 
         others.run(asked, case, settings or (), recipes or ())
         return
-    if case not in PRESETS:
-        raise unknown(f"no preset {case!r}", case, PRESETS, OTHER_MODELS)
-    runs = runs_of(case, recipes or (), settings or (), corpus)
+    if case in PRESETS:
+        runs = runs_of(case, recipes or (), settings or (), corpus)
+        from jetfire.gpt2.bench import tuning
+
+        tuning.run(asked, runs)
+        return
+    measured = case_of(case, split(settings or ()), recipes or ("int8",))
     from jetfire.gpt2.bench import tuning
 
-    tuning.run(asked, runs)
+    tuning.run_case(asked, measured)

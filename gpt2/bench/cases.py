@@ -225,7 +225,7 @@ _OTHERS: dict[str, Problem] = {
 
 
 def names() -> list[str]:
-    """What can be measured."""
+    """Return what can be measured."""
     return [*_OTHERS, *settings.PRESETS]
 
 

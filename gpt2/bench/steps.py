@@ -50,9 +50,14 @@ from jetfire.gpt2.bench.cases import (
     peers_of,
     problem_of,
 )
-from jetfire.gpt2.bench.subjects import BlockSubject, Probe, StepSubject, Subject, Tensors, probe
+from jetfire.gpt2.bench.subjects import (
+    Probe,
+    Subject,
+    Tensors,
+    maker,
+    probe,
+)
 from jetfire.gpt2.training import settings
-from jetfire.gpt2.training.step import Micro
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.peers import forget_compiled
@@ -347,19 +352,8 @@ class TrainingBench:
         self.note(f"{case}: {name} left out: {first_line(error)}")
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
-        """What makes a variant of a name; all have the same data."""
-        problem, where = case.problem, self.where
-        generator = torch.Generator(where).manual_seed(self.seed)
-        if isinstance(problem, StepProblem):
-            shape = (2, problem.accumulate, problem.batch, problem.context)
-            ids = torch.randint(problem.vocabulary, shape, device=where, generator=generator)
-            micros: list[Micro] = list(zip(*ids, strict=True))
-            state = case.state
-            return lambda name: partial(StepSubject, problem, name, micros, where, self.seed, state)
-        size = (2, problem.batch, problem.context, problem.width)
-        values = torch.randn(size, dtype=torch.float32, device=where, generator=generator)
-        x, dy = values.bfloat16()
-        return lambda name: partial(BlockSubject, problem, name, x, dy, self.seed)
+        """Return what makes a variant of a name; all have the same data."""
+        return maker(case, self.where, self.seed)
 
     def _variants(
         self, case: TrainingWork, subjects: Mapping[str, Subject]

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from jetfire.gpt2.bench.cases import (
     BlockProblem,
     StepProblem,
     TorchVariant,
+    TrainingCase,
 )
 from jetfire.gpt2.model.families import block_of, model_of
 from jetfire.gpt2.model.language_model import LanguageModel
@@ -314,6 +316,23 @@ class BlockSubject(Subject):
         self.call()
         finite = bool(torch.isfinite(self._gradient()).all())
         return self.wrong or ("" if finite else f"{self._last}: its gradient is not finite")
+
+
+def maker(
+    case: TrainingCase, device: torch.device, seed: int
+) -> Callable[[str], Callable[[], Subject]]:
+    """Return what makes a case's variant of a name; all have the same data."""
+    problem = case.problem
+    generator = torch.Generator(device).manual_seed(seed)
+    if isinstance(problem, StepProblem):
+        shape = (2, problem.accumulate, problem.batch, problem.context)
+        ids = torch.randint(problem.vocabulary, shape, device=device, generator=generator)
+        micros: list[Micro] = list(zip(*ids, strict=True))
+        return lambda name: partial(StepSubject, problem, name, micros, device, seed, case.state)
+    size = (2, problem.batch, problem.context, problem.width)
+    values = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
+    x, dy = values.bfloat16()
+    return lambda name: partial(BlockSubject, problem, name, x, dy, seed)
 
 
 @dataclass(frozen=True)

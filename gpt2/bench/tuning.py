@@ -1,4 +1,4 @@
-"""`jetfire train tune PRESET`: tune every problem that a training step asks for."""
+"""`jetfire train tune CASE`: tune every problem that a training step or a block asks for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from jetfire.core import calls, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, JetfireError, JetfireWarning, NoDeviceError, UsageError
+from jetfire.gpt2.bench.cases import StepProblem, TrainingCase
+from jetfire.gpt2.bench.subjects import maker
 from jetfire.gpt2.data import corpora, prepare, prepared, tokenizers
 from jetfire.gpt2.model.families import model_of
 from jetfire.gpt2.training.settings import Settings
@@ -23,6 +26,8 @@ from jetfire.measure.plan import Case
 from jetfire.tuner import command, display
 from jetfire.tuner.options import TuneOptions
 from jetfire.tuner.search import FinishedSearch
+
+Sized = TypeVar("Sized", Settings, StepProblem)
 
 
 def vocabulary_of(settings: Settings) -> int:
@@ -76,22 +81,42 @@ def planned(
 def cases(
     settings: Settings, vocabulary: int, device: Device, kernels: Sequence[str] = ()
 ) -> dict[str, list[Case]]:
-    """Return the problems that one micro-batch's step gives each kernel, by its name.
+    """Return the problems that a run's step gives each kernel, by its name.
 
     Args:
         vocabulary: tokens that the model knows.
         kernels: as `planned` has them.
     """
     where = device.torch_device
-    # The first block reads no other's codes, and the last one's gradient comes without any.
-    alone = dataclasses.replace(
-        settings, layers=min(2, settings.layers), accumulate=1, compile=False, parallel="none"
-    )
+    alone = dataclasses.replace(_short(settings), compile=False, parallel="none")
     with where:
         model = model_of(alone.shape(vocabulary), settings.precision)
     step = Step(model, alone, where)
     ids = torch.randint(vocabulary, (settings.batch, settings.context), device=where)
-    return planned(lambda: step([(ids, ids)]), device, kernels)
+    return planned(lambda: step([(ids, ids)] * alone.accumulate), device, kernels)
+
+
+def case_problems(
+    case: TrainingCase, recipe: str, device: Device, kernels: Sequence[str] = ()
+) -> dict[str, list[Case]]:
+    """Return the problems that a case of `train bench` gives each kernel in a recipe, by its name.
+
+    Args:
+        kernels: as `planned` has them.
+    """
+    if isinstance(case.problem, StepProblem):
+        case = dataclasses.replace(case, problem=_short(case.problem))
+    subject = maker(case, device.torch_device, 0)(recipe)()
+    return planned(subject.first, device, kernels)
+
+
+def _short(step: Sized) -> Sized:
+    """Return a step that asks for the same problems in less time.
+
+    The first of two layers reads no other's codes, and the last one's gradient comes without any.
+    The first of two micro-batches writes gradients, and the second adds to them.
+    """
+    return dataclasses.replace(step, layers=min(2, step.layers), accumulate=min(2, step.accumulate))
 
 
 def run(asked: TuneOptions, runs: Sequence[Settings]) -> None:
@@ -104,6 +129,20 @@ def run(asked: TuneOptions, runs: Sequence[Settings]) -> None:
     def found(device: Device) -> Iterator[dict[str, list[Case]]]:
         for settings in runs:
             yield cases(settings, vocabulary_of(settings), device, asked.kernels)
+
+    tune(asked, found)
+
+
+def run_case(asked: TuneOptions, case: TrainingCase) -> None:
+    """Tune what a case of `train bench` asks for in its recipes.
+
+    Raises:
+        JetfireError: as `tune` does.
+    """
+
+    def found(device: Device) -> Iterator[dict[str, list[Case]]]:
+        for recipe in case.recipes:
+            yield case_problems(case, recipe, device, asked.kernels)
 
     tune(asked, found)
 
