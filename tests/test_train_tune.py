@@ -204,7 +204,7 @@ def test_a_vocabulary_of_characters_is_the_prepared_text_s(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
-        ("wid", [], "no case 'wid' (did you mean wide?)"),
+        ("wid", ["--data", "bytes"], "no case 'wid' (did you mean wide?)"),
         ("wide", ["--data", "bytes"], "--data bytes: wide has a vocabulary of its own"),
         ("block", ["--set", "vocabulary=9"], "--set vocabulary=9"),
         ("block", ["--recipe", "bf16"], "--recipe bf16: expected one of int8, int8-block32"),

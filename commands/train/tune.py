@@ -65,21 +65,24 @@ def run(
         shard=o.shard(shard),
     )
     registry.check_kernels(map(registry.get, registry.names()), asked.kernels)
-    if case not in PRESETS and corpus is not None:
-        raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
-    if sources.named_here(case):
-        models.check(case, settings or (), recipes or ())
-        from jetfire.models import tuning as others
-
-        others.run(asked, case, settings or (), recipes or ())
-        return
     if case in PRESETS:
         runs = runs_of(case, recipes or (), settings or (), corpus)
         from jetfire.gpt2.bench import tuning
 
         tuning.run(asked, runs)
         return
-    measured = case_of(case, split(settings or ()), recipes or ("int8",))
-    from jetfire.gpt2.bench import tuning
+    of_model = sources.named_here(case)
+    if of_model:
+        models.check(case, settings or (), recipes or ())
+    else:
+        measured = case_of(case, split(settings or ()), recipes or ("int8",))
+    if corpus is not None:
+        raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
+    if of_model:
+        from jetfire.models import tuning as others
 
-    tuning.run_case(asked, measured)
+        others.run(asked, case, settings or (), recipes or ())
+    else:
+        from jetfire.gpt2.bench import tuning
+
+        tuning.run_case(asked, measured)
