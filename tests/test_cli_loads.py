@@ -106,7 +106,7 @@ REFUSED = {
     "train plan nope": "no preset 'nope'",
     "train plan tiny --memory x": "--memory x: expected a size such as 141GiB",
     "train plan tiny --set compile=true": "compile=true: what torch.compile keeps",
-    "train tune nope": "no preset 'nope'",
+    "train tune nope": "no case 'nope'",
     "train tune tiny --recipe bf16": "--recipe bf16",
     "advise nope": "no model 'nope': expected one of hf:gpt2-124m",
     "advise gpt2-350": "no model 'gpt2-350' (did you mean gpt2-350m?)",
