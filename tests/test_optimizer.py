@@ -43,7 +43,13 @@ def quantised(monkeypatch) -> list[torch.Size]:
 
 
 @pytest.fixture
-def updated(monkeypatch) -> list[tuple[tuple[int, ...], str]]:
+def on_a_cpu_too(monkeypatch) -> None:
+    """Matrices without codes are updated by our kernel on a CPU, as they are on a GPU."""
+    monkeypatch.setattr(optimizer_module, "_FASTER_ON", ("cuda", "cpu"))
+
+
+@pytest.fixture
+def updated(monkeypatch, on_a_cpu_too) -> list[tuple[tuple[int, ...], str]]:
     """The shape and layout of each matrix that our kernel updates with moments in fp32."""
     found: list[tuple[tuple[int, ...], str]] = []
 
@@ -276,7 +282,7 @@ def test_large_matrices_without_codes_are_updated_as_torch_s_and_keep_gradients(
                 assert torch.allclose(mine[name], its[name], rtol=1e-6, atol=2.0**-23)
 
 
-def test_found_inf_leaves_large_matrices_without_codes(device):
+def test_found_inf_leaves_large_matrices_without_codes(device, on_a_cpu_too):
     model = mixed(device)
     optimizer = AdamW(model.parameters(), 1e-2, model=model)
     optimizer.found_inf = torch.ones((), device=device)
@@ -307,7 +313,62 @@ def test_gradients_and_parameters_of_any_strides(device, updated):
         assert torch.allclose(mine, its, rtol=2.0**-22, atol=1e-7)
 
 
-def test_a_replay_of_steps_without_codes(device):
+@pytest.mark.parametrize(
+    ("shape", "updated_as"),
+    [
+        ((1, 1024, 768), (6144, 128)),
+        ((8, 40000), (2500, 128)),
+        ((70000, 4), None),  # not a multiple of 128 numbers
+        ((65536, 4), (2048, 128)),
+        ((300000, 1), None),
+        ((16, 128, 128), (16, 16384)),
+        ((2049, 128), (2049, 128)),
+        ((16, 128), None),
+    ],
+)
+def test_thin_matrices_without_codes_fill_tiles(device, updated, shape, updated_as):
+    mine = torch.nn.Parameter(torch.randn(shape, device=device))
+    its = copy.deepcopy(mine)
+    ours = AdamW([mine], 1e-2, model=torch.nn.Module())
+    theirs = torch.optim.AdamW([its], 1e-2, fused=True)
+    for _ in range(2):
+        mine.grad = torch.randn_like(mine)
+        its.grad = mine.grad.clone()
+        ours.step()
+        theirs.step()
+    assert updated == ([] if updated_as is None else [(updated_as, "none")] * 2)
+    assert torch.allclose(mine, its, rtol=2.0**-21, atol=2e-7)
+    assert ours.state[mine]["exp_avg"].shape == shape
+
+
+def test_a_thin_matrix_whose_gradient_is_a_part_is_torch_s(device, updated):
+    table = torch.nn.Parameter(torch.randn(65536, 4, device=device))
+    table.grad = torch.randn(65536, 8, device=device)[:, 4:]
+    AdamW([table], model=torch.nn.Module()).step()
+    assert updated == []
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_compiled_step_is_made_once(device, on_a_cpu_too, bits):
+    """Dynamo calls `_init_group` as it traces."""
+    torch.manual_seed(1)
+    model = torch.nn.ModuleList([torch.nn.Embedding(2048, 128), Int8Linear(128, 64)]).to(device)
+    other = copy.deepcopy(model)
+    compiled, launched = (AdamW(m.parameters(), 1e-2, model=m, bits=bits) for m in (model, other))
+    torch._dynamo.reset()
+    step = torch.compile(compiled.step, backend="eager")
+    for i in range(3):
+        give_gradients(model, i)
+        give_gradients(other, i)
+        step()
+        launched.step()
+        assert [float(state["step"]) for state in compiled.state.values()] == [i + 1] * 3
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    codes_are_of(model)
+
+
+def test_a_replay_of_steps_without_codes(device, on_a_cpu_too):
     """Nothing is to be renewed; whoever made something of a weight makes it anew."""
     table = torch.nn.Embedding(2048, 128, device=device)
     optimizer = AdamW(table.parameters(), model=table)
