@@ -18,7 +18,7 @@ from jetfire.core.tensors import Quantized, blocks_of, ceil_div
 from jetfire.nn.gathered import GatheredWeight
 from jetfire.nn.made import MadeOfWeight, Stamp
 from jetfire.nn.recipes import Kept
-from jetfire.nn.squares import forget_squares, keep_squares
+from jetfire.nn.squares import keep_squares
 from jetfire.ops import (
     int4_pack,
     int4_unpack,
@@ -241,7 +241,6 @@ def weight_gradient(
     """
     grad = weight.grad if adds else None
     if grad is not None and grad.dtype == torch.float32 and grad.is_contiguous():
-        forget_squares(weight)  # an operator of ours: torch counts no change
         int8_gemm(at, bt, out="fp32", c=grad)
         return None
     # What is compiled has no version, and no address before it runs.

@@ -11,6 +11,9 @@ from jetfire.core.arguments import checked, shown
 from jetfire.core.errors import UsageError
 from jetfire.nn.made import Stamp, stamp
 
+# What a gradient was: a view of it may begin where it begins.
+Seen = tuple[Stamp, torch.Size, tuple[int, ...]]
+
 # By weight: what its gradient was, and sums of that one's squares. Not the gradient itself, which
 # autograd would then copy: it takes over what nobody else holds.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -20,12 +23,19 @@ _SUMMED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 def keep_squares(weight: torch.Tensor, gradient: torch.Tensor, squares: torch.Tensor) -> None:
     """Take sums of a gradient's squares, in place of those of the weight's gradient before."""
-    _kept[weight] = stamp(gradient), squares
+    _kept[weight] = _seen(gradient), squares
 
 
-def forget_squares(weight: torch.Tensor) -> None:
-    """Drop them, as where a weight's gradient is changed unseen."""
-    _kept.pop(weight, None)
+def known_squares(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return sums of the squares of a weight's gradient as it is now; None where there are none."""
+    kept: tuple[Seen, torch.Tensor] | None = _kept.get(weight)
+    if kept is None or weight.grad is None or kept[0] != _seen(weight.grad):
+        return None
+    return kept[1]
+
+
+def _seen(gradient: torch.Tensor) -> Seen:
+    return stamp(gradient), gradient.shape, gradient.stride()
 
 
 @checked
@@ -44,14 +54,13 @@ def gradient_norm(parameters: torch.Tensor | Iterable[torch.Tensor]) -> torch.Te
     for parameter in given:
         if not isinstance(parameter, torch.Tensor):
             raise UsageError(f"one of parameters{shown(parameter)}: expected tensors")
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             continue
-        known: tuple[Stamp, torch.Tensor] | None = _kept.get(parameter)
-        if known is None or known[0] != stamp(gradient):
-            read.append(gradient)
+        squares = known_squares(parameter)
+        if squares is None:
+            read.append(parameter.grad)
         else:
-            added_up.append(known[1])
+            added_up.append(squares)
     norms = _norms(read)
     for same in _alike(added_up):  # none of which is negative
         norms += torch._foreach_sqrt(torch._foreach_norm(same, 1))

@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from jetfire.core import expect, workloads
-from jetfire.core.arguments import checked
+from jetfire.core.arguments import checked, shown
 from jetfire.core.errors import UsageError
 from jetfire.core.inplace import refuse_in_place
 from jetfire.core.op import Check, SameBits, Tuning
@@ -372,7 +372,7 @@ def int8_gemm(
     if squares:
         for name, value, free in (("out", out, "fp32"), ("bias", bias, None), ("c", c, None)):
             if value is not free and value != free:
-                raise UsageError(f"squares with {name}={value}: expected {name}={free}")
+                raise UsageError(f"squares with {name}{shown(value)}: expected {name}={free}")
         return _gemm_squares(*operands, None, block)
     if c is not None:
         _accumulator(c, m, n, out, q)

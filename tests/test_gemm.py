@@ -22,6 +22,7 @@ from jetfire.core.workloads import RAGGED
 from jetfire.kernels_cuda.noise import telescoped_noise
 from jetfire.measure.check import settled
 from jetfire.measure.data import TYPICAL
+from jetfire.ops import int8_gemm, int8_quantize
 from jetfire.reference.dequantize import dequantize
 from jetfire.reference.gemm import fma, gemm, gemm_float64, gemm_telescoped
 from jetfire.reference.quantize import quantize, spread
@@ -318,6 +319,13 @@ def test_each_sum_of_squares_is_held_to_what_was_written():
             wrong = squares.clone()
             wrong[place] *= factor
             assert not op.check(problem, {"c": c, "squares": wrong}, expected).ok
+
+
+def test_squares_with_a_bias_are_refused_in_a_line(device):
+    a = int8_quantize(torch.ones(64, 64, device=device))
+    with pytest.raises(UsageError) as raised:
+        int8_gemm(a, a, out="fp32", squares=True, bias=torch.ones(64, device=device))
+    assert str(raised.value) == "squares with bias is of type torch.Tensor: expected bias=None"
 
 
 def test_only_sums_of_squares_may_differ_between_configs():
