@@ -121,17 +121,24 @@ def test_a_step_in_4_bits_asks_for_its_stages():
     assert {p.sums for p in found["bit_split_codes"]} == {True}
 
 
-def test_a_step_of_many_micro_batches_asks_for_products_that_add(asked_for):
-    """The first one writes the gradients, the others add to them; squares are a lone one's."""
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {(False, False), (True, False)}),
+        ({"accumulate": 1}, {(False, True)}),
+        ({"parallel": "ddp"}, {(False, True)}),
+        ({"compile": True}, {(False, True)}),
+    ],
+)
+def test_the_products_of_gradients_add_where_those_of_training_do(changes, expected):
+    """The first micro-batch writes gradients, the others add to them; autograd adds what is spread.
 
-    def of_gradients(found: set) -> set:
-        return {(p.accumulate, p.squares) for p in found if p.out == "fp32"}
-
-    assert of_gradients(asked_for["gemm"]) == {(False, False), (True, False)}
-    alone = make("tiny", {**SMALL, "accumulate": 1, "recipe": "int8-block64"})
-    found = tuning.cases(alone, 100, Device.parse("cpu")).values()
-    products = {one.problem for of_kernel in found for one in of_kernel if one.op.name == "gemm"}
-    assert of_gradients(products) == {(False, True)}
+    A lone one's come with squares, and a profile serves both.
+    """
+    settings = make("tiny", {**SMALL, "recipe": "int8-block64", **changes})
+    wanted = tuning.cases(settings, 100, Device.parse("cpu")).values()
+    products = {one.problem for of_one in wanted for one in of_one if one.op.name == "gemm"}
+    assert {(p.accumulate, p.squares) for p in products if p.out == "fp32"} == expected
 
 
 @pytest.mark.parametrize("name", ["block", "wide"])

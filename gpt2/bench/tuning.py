@@ -89,6 +89,8 @@ def cases(
     """
     where = device.torch_device
     alone = dataclasses.replace(_short(settings), compile=False, parallel="none")
+    if settings.compile or settings.parallel != "none":  # autograd adds their gradients
+        alone = dataclasses.replace(alone, accumulate=1)
     with where:
         model = model_of(alone.shape(vocabulary), settings.precision)
     step = Step(model, alone, where)
