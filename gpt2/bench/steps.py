@@ -50,13 +50,7 @@ from jetfire.gpt2.bench.cases import (
     peers_of,
     problem_of,
 )
-from jetfire.gpt2.bench.subjects import (
-    Probe,
-    Subject,
-    Tensors,
-    maker,
-    probe,
-)
+from jetfire.gpt2.bench.subjects import Probe, Subject, Tensors, maker, probe
 from jetfire.gpt2.training import settings
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
