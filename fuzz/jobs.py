@@ -193,12 +193,12 @@ def _run_in_jobs(plan: FuzzPlan, results: FuzzResults) -> Iterator[PairReport]:
     busy: dict[Any, Worker] = {}
     folder = tempfile.TemporaryDirectory(prefix="jetfire-fuzz-", ignore_cleanup_errors=True)
     try:
-        for i in range(plan.jobs):
-            device = plan.devices[i % len(plan.devices)]
-            with interrupts.deferred():
-                idle.append(Worker(drive, plan, device, folder.name, parent=True))
         while True:
-            while idle and (unit := next(units, None)):
+            while (idle or len(busy) < plan.jobs) and (unit := next(units, None)):
+                if not idle:  # no process is started that would have nothing to do
+                    device = plan.devices[len(busy) % len(plan.devices)]
+                    with interrupts.deferred():
+                        idle.append(Worker(drive, plan, device, folder.name, parent=True))
                 job = idle.pop()
                 job.ask(unit)
                 busy[job.connection] = job

@@ -55,6 +55,19 @@ def fuzz(*words):
     return execute("fuzz", [*words, "--device", "cpu"])
 
 
+def test_no_more_jobs_are_started_than_have_work(monkeypatch, capsys):
+    started = []
+
+    def worker(*args, **options):
+        started.append(args)
+        return original(*args, **options)
+
+    original = jobs.Worker
+    monkeypatch.setattr(jobs, "Worker", worker)
+    assert fuzz("gelu", "--kernel", "torch", "--examples", "5", "--jobs", "40") == 0
+    assert 1 <= len(started) <= 2  # five examples are one batch
+
+
 def test_a_run_of_two_jobs(folder, tmp_path, capsys, unload):
     words = [
         "gelu",
