@@ -118,6 +118,9 @@ def convert(
         raise UsageError(
             f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
         )
+    for given in (skip, keep):
+        if isinstance(given, str):  # whose letters may be names of modules; `checked` says which
+            raise UsageError(f"{given!r}: expected a tuple of names")
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     skipped = _skipped(model, names, skip, keep)
     heads = _heads(model)

@@ -213,6 +213,9 @@ def test_keep_names_by_patterns_and_ends():
     ]
     refused("keep='*.gate': expected a pattern of modules' names, first, last", left, ["*.gate"])
     refused("keep='last': expected a tuple, each text or a list", left, "last")
+    digits = nn.Sequential(*(nn.Linear(32, 32) for _ in range(2)))
+    refused("keep='10': expected a tuple, each text or a list", convert, digits, keep="10")
+    refused("skip='10': expected a tuple, each text", convert, digits, skip="10")
 
 
 def test_head_and_skip():
