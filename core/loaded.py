@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -112,9 +113,10 @@ sys.meta_path.append(_Finder())
 
 
 def _check(what: str, module: ModuleType) -> None:
-    """Raise UsageError where a module has neither an op nor kernels, or one without its name."""
+    """Raise UsageError where a module has neither an op nor kernels, or one not rightly named."""
     from jetfire.core.kernel import Kernel
     from jetfire.core.op import Op
+    from jetfire.core.schema import NAME, NAME_WORDS
 
     op, kernels = getattr(module, "OP", None), getattr(module, "KERNELS", ())
     right = isinstance(kernels, tuple | list) and all(isinstance(k, Kernel) for k in kernels)
@@ -128,6 +130,10 @@ def _check(what: str, module: ModuleType) -> None:
         for name in names:
             if not hasattr(thing, name):
                 raise UsageError(f"{what}: {type(thing).__name__}: expected `{name} = …`")
+        if not (isinstance(thing.name, str) and re.fullmatch(NAME, thing.name)):
+            # It is part of files' names, and of what is read back from results.
+            made = f"name={thing.name!r}"
+            raise UsageError(f"{what}: {type(thing).__name__}: {made}: expected {NAME_WORDS}")
 
 
 @cache

@@ -43,12 +43,13 @@ _SHOWN = 100  # characters of a value in a message
 # characters that turn the direction of text: each hides or forges the text after it.
 _CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\x{2028}-\x{202e}\x{2066}-\x{2069}"
 _LINE, _LINES = rf"^[^\t\n{_CONTROL}]*$", rf"^[^{_CONTROL}]*$"
-_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$"
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$"
+NAME_WORDS = "letters, digits and _ . + -"
 # Our words for pydantic's description of accepted values.
 _WORDS = {
     f"String should match pattern '{_LINE}'": "text without control characters",
     f"String should match pattern '{_LINES}'": "text without control characters but \\t and \\n",
-    f"String should match pattern '{_NAME}'": "letters, digits and _ . + -",
+    f"String should match pattern '{NAME}'": NAME_WORDS,
     "a valid dictionary": "a JSON object",
     "an object": "a JSON object",
     "a valid string": "text",
@@ -126,7 +127,7 @@ def also(kind: Any) -> AfterValidator:
 Line = Annotated[str, StringConstraints(max_length=2000, pattern=_LINE)]
 Text = Annotated[str, StringConstraints(max_length=MIB, pattern=_LINES)]
 # A word that may stand in a path: no separator, and no dot first.
-Name = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=_NAME)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=NAME)]
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Size = Annotated[int, Field(ge=1, le=LARGEST)]

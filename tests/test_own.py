@@ -461,6 +461,12 @@ REFUSED = {
     "no summary": ("    summary =", "    other =", "RowLogsumexp: expected `summary = …`"),
     "no such op": ('op = "row_logsumexp"', 'op = "row_lse"', "no op 'row_lse' (did you mean"),
     "no name": ('    name = "torch"\n', "", "TorchRowLogsumexp: expected `name = …`"),
+    "a name that leads away": (
+        'name = "torch"',
+        'name = "a/../../c"',
+        "name='a/../../c': expected",
+    ),
+    "a name that writes": ('name = "torch"', 'name = "a\\x1b[31m"', "name='a\\x1b[31m': expected"),
     "an abstract op": ("    def reads", "    def read", "abstract"),
     "classes": ("(TorchRowLogsumexp(),)", "(TorchRowLogsumexp,)", "KERNELS, a tuple of Kernel"),
     "a file that ends": ("OP = ", "raise SystemError('gone')\nOP = ", "SystemError: gone"),
