@@ -110,11 +110,12 @@ def page(
     return "\n".join(parts)
 
 
-def _readme(old: str, text: str, file: str) -> str:
+def _readme(readme: Path, text: str, file: str) -> str:
     """Return the README with another text between its markers, unless they name another file."""
+    old = _read(readme)
     found = MARKED.search(old)
     if found is None:
-        raise UsageError(f"README.md: expected the markers {BEGIN} and {END}")
+        raise UsageError(f"{readme}: expected the markers {BEGIN} and {END}")
     if found["file"] not in (None, file):
         return old
     return f"{old[: found.start('text')]}{text}{old[found.end('text') :]}"
@@ -168,7 +169,7 @@ def report(
         tables = [module.readme(results) for module in (training, int8, int4)]
         shown = [table.markdown() for table in (*tables, *added.readme) if table.rows]
         lines = [f"{line}\n" for line in tuned.readme(shipped, found)]
-        texts[readme] = _readme(_read(readme), "\n".join([*shown, *lines]), file.name)
+        texts[readme] = _readme(readme, "\n".join([*shown, *lines]), file.name)
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
     every = [*charts.values(), *added.charts, *([gains] if shipped else [])]

@@ -248,7 +248,7 @@ def test_a_changed_row_makes_everything_of_it_stale(place):
 def test_a_readme_without_markers_is_refused(place, capsys):
     place[1].write_text("# no markers\n")
     assert execute("report", arguments(place)) == 2
-    assert "expected the markers" in capsys.readouterr().err
+    assert f"{place[1]}: expected the markers" in capsys.readouterr().err
 
 
 def test_the_readme_above_docs_results_is_found(tmp_path):
