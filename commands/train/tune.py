@@ -49,7 +49,6 @@ def run(
 ) -> None:
     """Tune every kernel that a training step calls, for its shapes, as `jetfire tune` does."""
     from jetfire.core import registry
-    from jetfire.core.errors import UsageError
     from jetfire.gpt2.bench.cases import case_of, runs_of
     from jetfire.gpt2.training.settings import PRESETS, split
     from jetfire.measure import plan
@@ -70,19 +69,23 @@ def run(
         from jetfire.gpt2.bench import tuning
 
         tuning.run(asked, runs)
-        return
-    of_model = sources.named_here(case)
-    if of_model:
+    elif sources.named_here(case):
         models.check(case, settings or (), recipes or ())
-    else:
-        measured = case_of(case, split(settings or ()), recipes or ("int8",))
-    if corpus is not None:
-        raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
-    if of_model:
+        _without_data(case, corpus)
         from jetfire.models import tuning as others
 
         others.run(asked, case, settings or (), recipes or ())
     else:
+        measured = case_of(case, split(settings or ()), recipes or ("int8",))
+        _without_data(case, corpus)
         from jetfire.gpt2.bench import tuning
 
         tuning.run_case(asked, measured)
+
+
+def _without_data(case: str, corpus: str | None) -> None:
+    """Raise UsageError where data are named, of which only a preset takes its vocabulary."""
+    from jetfire.core.errors import UsageError
+
+    if corpus is not None:
+        raise UsageError(f"--data {corpus}: {case} has a vocabulary of its own")
