@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from jetfire import __version__
-from jetfire.core import terminal
+from jetfire.core import environment, terminal
 from jetfire.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -335,9 +335,14 @@ def _show_version(asked: bool) -> None:
 
 
 def _be_strict(asked: bool) -> None:
-    """Have a missing profile be an error, here and in the processes that are started."""
+    """Have a missing profile be an error, here and in the processes that are started.
+
+    Raises:
+        UsageError: it was not asked for, and the variable that asks for it is neither on nor off.
+    """
     if asked:
         os.environ["JETFIRE_STRICT_PROFILE"] = "1"
+    environment.switch("JETFIRE_STRICT_PROFILE", default=False)
 
 
 def _load(ctx: typer.Context, files: list[Path] | None) -> list[Path] | None:

@@ -1,4 +1,4 @@
-"""The environment's variables that a command runs with: how threads wait, and where caches are."""
+"""The environment's variables that a command runs with: switches, how threads wait, and caches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jetfire.core import files
+from jetfire.core.errors import UsageError
 
 replaced: list[str] = []  # the variables of caches that this process keeps for itself alone
 _AT_HOME = ("TRITON_HOME", "CUPY_CACHE_DIR", "MPLCONFIGDIR")  # caches of others, in the home
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def switch(name: str, *, default: bool) -> bool:
+    """Return whether a variable is on, in any case of letters.
+
+    An empty one is as one that is not set.
+
+    Raises:
+        UsageError: its value is neither on nor off.
+    """
+    given = os.environ.get(name, "")
+    if not given:
+        return default
+    if given.lower() not in (*_ON, *_OFF):
+        on, off = ", ".join(_ON), ", ".join(_OFF)
+        raise UsageError(f"{name}={given[:50]!r}: expected one of {on}, or one of {off}")
+    return given.lower() in _ON
 
 
 def share_cores() -> None:

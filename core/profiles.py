@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from jetfire.core import registry, schema
+from jetfire.core import environment, registry, schema
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.files import Missing, Unreadable, locked, write
@@ -428,8 +428,12 @@ def state(op: str, entry: Entry) -> str:
 
 
 def strict() -> bool:
-    """Return whether a problem that was not tuned is an error: JETFIRE_STRICT_PROFILE=1."""
-    return os.environ.get(STRICT) == "1"
+    """Return whether a problem that was not tuned is an error: JETFIRE_STRICT_PROFILE is on.
+
+    Raises:
+        UsageError: the variable is neither on nor off.
+    """
+    return environment.switch(STRICT, default=False)
 
 
 # Writing.

@@ -664,6 +664,30 @@ def test_strict_makes_a_miss_an_error(toy, monkeypatch):
             choose(GEMM, problem, H200)
 
 
+@pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on"])
+def test_profiles_are_strict_by_any_word_for_on(monkeypatch, word):
+    monkeypatch.setenv(profiles.STRICT, word)
+    assert profiles.strict()
+
+
+@pytest.mark.parametrize("word", ["", "0", "false", "False", "NO", "off"])
+def test_profiles_are_not_strict_by_any_word_for_off(monkeypatch, word):
+    monkeypatch.setenv(profiles.STRICT, word)
+    assert not profiles.strict()
+
+
+@pytest.mark.parametrize("word", ["2", "strict", " 1", "truee"])
+def test_what_is_no_word_for_on_or_off_is_refused(monkeypatch, capsys, word):
+    monkeypatch.setenv(profiles.STRICT, word)
+    with pytest.raises(UsageError):
+        profiles.strict()
+    assert cli.execute("bench", DRY) == 2
+    assert capsys.readouterr().err == (
+        f"jetfire: JETFIRE_STRICT_PROFILE={word!r}: "
+        "expected one of 1, true, yes, on, or one of 0, false, no, off\n"
+    )
+
+
 def test_nothing_is_told_where_there_is_nothing_to_tune(monkeypatch):
     monkeypatch.setenv(profiles.STRICT, "1")
     monkeypatch.setattr(registry, "kernels", lambda _: {"toy": Toy(values=())})

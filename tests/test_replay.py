@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from jetfire import ops
 from jetfire.core import calls, profiles, replay, workspace
-from jetfire.core.errors import JetfireWarning
+from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.operators import Operator, define
 from jetfire.core.replay import build
 from jetfire.export.target import cuda_home
@@ -456,6 +456,20 @@ def test_calls_stay_with_python_where_replays_are_off(driver, monkeypatch, value
     replay.extension.cache_clear()
     monkeypatch.setenv("JETFIRE_REPLAY", value)
     assert replay.extension() is None
+
+
+@pytest.mark.parametrize("value", ["no", "NO", "OFF"])
+def test_replays_are_off_by_any_word_for_off(afresh, monkeypatch, value):
+    monkeypatch.setattr(build, "extension", lambda: pytest.fail("compiled all the same"))
+    monkeypatch.setenv("JETFIRE_REPLAY", value)
+    assert replay.extension() is None
+
+
+def test_what_is_neither_on_nor_off_for_replays_is_refused(afresh, monkeypatch):
+    monkeypatch.setattr(build, "extension", lambda: pytest.fail("compiled all the same"))
+    monkeypatch.setenv("JETFIRE_REPLAY", "of")
+    with pytest.raises(UsageError, match="JETFIRE_REPLAY='of': expected one of 1, true, yes, on"):
+        replay.extension()
 
 
 def test_no_call_keeps_its_callers_frames(driver, serve):

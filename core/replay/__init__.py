@@ -13,7 +13,6 @@ Without a C++ compiler, or with ``JETFIRE_REPLAY=off``, every call stays with Py
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jetfire.core import profiles, workspace
+from jetfire.core import environment, profiles, workspace
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.replay import build
 from jetfire.core.replay.capture import Capture, CaptureError, KernelLaunch
@@ -97,8 +96,12 @@ def take_over(name: str, key: str) -> None:
 
 @cache
 def extension() -> Any:
-    """Return the C++ module; None where calls are left with Python."""
-    if os.environ.get("JETFIRE_REPLAY", "").lower() in ("off", "0", "false"):
+    """Return the C++ module; None where calls are left with Python.
+
+    Raises:
+        UsageError: JETFIRE_REPLAY is neither on nor off.
+    """
+    if not environment.switch("JETFIRE_REPLAY", default=True):
         return None
     try:
         module = build.extension()
