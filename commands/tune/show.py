@@ -23,9 +23,15 @@ def run(
 ) -> None:
     """List the profiles: of all ops and devices, or of what the options leave."""
     from jetfire.core.device import Device
+    from jetfire.core.errors import UsageError
     from jetfire.measure import plan
     from jetfire.tuner import show as profiles
 
+    if "mode" in plan.parse_settings("--set", settings or []):
+        raise UsageError(
+            "--set mode=…: tune show lists the profiles of all modes: expected --m, --n, --k, "
+            "--workload, --block, --kernel, or --set with another field"
+        )
     request = o.request(locals(), ops=ops or ["all"])
     where = None if device == "auto" else Device.parse(device)
     wanted = profiles.Wanted.of(request, kernels or [])
