@@ -46,6 +46,14 @@ def _version(code: bytes) -> int:
     return code[49 if code[8] >= 8 else 48]
 
 
+def _is_whole(code: bytes) -> bool:
+    """Return whether a cubin has its tables of headers, which compilers write after all else."""
+    programs, sections = struct.unpack_from("<2Q", code, 32)
+    program_size, program_count, section_size, section_count = struct.unpack_from("<4H", code, 54)
+    ends = programs + program_size * program_count, sections + section_size * section_count
+    return max(ends) <= len(code)
+
+
 @cache
 def unusable(file: Path, function: str, capability: tuple[int, int]) -> str | None:
     """Return why a file is no cubin with a function for an architecture; None where it is one.
@@ -58,6 +66,8 @@ def unusable(file: Path, function: str, capability: tuple[int, int]) -> str | No
         return f"{file}: {error.strerror}: expected a cubin"
     if len(code) < 64 or not code.startswith(b"\x7fELF") or code[18] != _CUDA:
         return f"{file}: expected a cubin, as nvcc -cubin writes it"
+    if not _is_whole(code):
+        return f"{file}: expected a whole cubin: its end is missing"
     major, minor = divmod(_version(code), 10)
     if capability[0] != major or capability[1] < minor:
         return f"{file.name} is for sm_{major}{minor}, not sm_{capability[0]}{capability[1]}"

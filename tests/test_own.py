@@ -317,6 +317,9 @@ def test_a_cubin_in_place_of_a_source(dequantizing):
         ("sm_100", None, "compiled: mine.cubin is for sm_100, not sm_90"),
         ("sm_90", "missing", "mine.cubin: No such file or directory: expected a cubin"),
         ("sm_90", "text", "mine.cubin: expected a cubin, as nvcc -cubin writes it"),
+        ("sm_90", 65, "mine.cubin: expected a whole cubin: its end is missing"),
+        ("sm_90", 2000, "mine.cubin: expected a whole cubin: its end is missing"),
+        ("sm_90", -1, "mine.cubin: expected a whole cubin: its end is missing"),
         ("sm_90", "name", 'expected extern "C" __global__ void dequantize_kernel, it has other'),
     ],
 )
@@ -327,6 +330,8 @@ def test_cubins_that_cannot_be_launched(architecture, change, says, dequantizing
         file.unlink()
     elif change == "text":
         file.write_text(CUDA)
+    elif isinstance(change, int):
+        file.write_bytes(file.read_bytes()[:change])
     code = 2 if architecture == "sm_90" else 5  # it is for another
     assert execute(None, [*own_words("audit", "compiled"), "--arch", "90"]) == code
     (line,) = capsys.readouterr().err.splitlines()
