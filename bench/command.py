@@ -368,7 +368,9 @@ class Output:
 
         rows, wrong = self.rows, [row for row in self.rows if row.ok is False]
         if interrupted:
-            raise Interrupted(f"interrupted after {plural(len(rows), 'row')}, shown and saved")
+            how = "shown" if self.asked.output is None else "shown and saved"
+            kept = f", {how}" if rows else ""
+            raise Interrupted(f"interrupted after {plural(len(rows), 'row')}{kept}")
         if not any(row.role == "kernel" for row in rows):
             raise UsageError(
                 "nothing was measured: every problem was left out, for the reasons above"

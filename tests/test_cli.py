@@ -288,8 +288,25 @@ def test_ctrl_c_shows_and_saves_what_there_is(tmp_path, capsys, monkeypatch):
     assert bench(*words, "-o", str(file)) == 130
     captured = capsys.readouterr()
     assert "16×16×16" in captured.out
-    assert captured.err.splitlines()[-1].startswith("jetfire: interrupted after 3 rows")
+    assert captured.err.splitlines()[-1] == "jetfire: interrupted after 3 rows, shown and saved"
     assert {row["problem"]["m"] for row in json.loads(file.read_text())["rows"]} == {16}
+
+
+@pytest.mark.parametrize(("before", "said"), [(1, "3 rows, shown"), (0, "0 rows")])
+def test_ctrl_c_says_of_nothing_that_it_was_saved(before, said, capsys, monkeypatch):
+    measure, calls = Runner.measure, []
+
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) > before:
+            raise KeyboardInterrupt
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Runner, "measure", interrupted)
+    words = ["gemm", "--m", "16,24", "--block", "32", "--device", "cpu", "--rounds", "2"]
+    assert bench(*words) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"jetfire: interrupted after {said}"
 
 
 def test_ctrl_c_before_anything(capsys, monkeypatch):
