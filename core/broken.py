@@ -49,7 +49,8 @@ def _unloadable(
     what: str, error: BaseException, file: str | None, line: int | None, details: str
 ) -> UsageError:
     reason = str(error.msg if isinstance(error, SyntaxError) else error)
-    made = UsageError(f"{file}:{line}: {what} cannot be loaded: {type(error).__name__}: {reason}")
+    place = "" if file is None else f"{file}:{line}: "
+    made = UsageError(f"{place}{what} cannot be loaded: {type(error).__name__}: {reason}")
     made.details = details
     return made
 

@@ -84,6 +84,15 @@ def test_a_file_to_load_that_cannot_be_imported(kind, tmp_path, capsys):
     assert shown in err
 
 
+def test_a_file_to_load_with_a_nul_byte_has_no_line_to_name(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_bytes(b"x = 1\n\0\n")
+    assert execute("list", ["--load", str(file)]) == 2
+    first, _ = said(capsys)
+    reason = "SyntaxError: source code string cannot contain null bytes"
+    assert first == f"jetfire: --load {file} cannot be loaded: {reason}"
+
+
 def compilation_error():
     """As Triton makes it, for the second line of a function of the GELU's file."""
     from triton.compiler.errors import CompilationError
