@@ -132,16 +132,22 @@ def parse_share(text: str, option: str = "--fail-on-regression") -> float:
     return share
 
 
-def match(before: Results, after: Results, config: bool = True) -> Match:
+def match(
+    before: Results,
+    after: Results,
+    config: bool = True,
+    names: tuple[str, str] = ("the first file", "the second file"),
+) -> Match:
     """Return which rows of two files measure the same thing.
 
     Args:
         config: rows whose configs differ measure different things.
+        names: the files, as an error names them.
 
     Raises:
         UsageError: a file measures one thing twice.
     """
-    old, new = _by_key(before, config), _by_key(after, config)
+    old, new = _by_key(before, config, names[0]), _by_key(after, config, names[1])
     return Match(
         [Pair(row, new[key]) for key, row in old.items() if key in new],
         [row for key, row in old.items() if key not in new],
@@ -149,12 +155,12 @@ def match(before: Results, after: Results, config: bool = True) -> Match:
     )
 
 
-def _by_key(results: Results, config: bool) -> dict[str, Row]:
+def _by_key(results: Results, config: bool, name: str) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for row in results.rows:
         if found.setdefault(row.key(config), row) is not row:
             hint = "" if config else ", with several configs: leave out --ignore-config"
-            raise UsageError(f"{name_of(row)} is there twice{hint}")
+            raise UsageError(f"{name}: {name_of(row)} is there twice{hint}")
     return found
 
 
@@ -263,7 +269,7 @@ def compare(
     """
     share = None if fail_on is None else parse_share(fail_on)
     before, after = Results.load(a), Results.load(b)
-    found = match(before, after, config)
+    found = match(before, after, config, (str(a), str(b)))
     if not found.pairs:
         raise UsageError(f"{a} and {b}: no row of one measures what a row of the other does")
     names = list(dict.fromkeys(str(r.device.get("name")) for r in (before, after)))

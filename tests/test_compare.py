@@ -127,6 +127,13 @@ def test_a_doubled_row_is_refused():
         match(Results({}, [row(1.0)]), same)
 
 
+@pytest.mark.parametrize(("counts", "file"), [((2, 1), "a.json"), ((1, 2), "b.json")])
+def test_the_file_that_has_a_row_twice_is_named(counts, file, gate, tmp_path):
+    before, after = ([row(1.0)] * count for count in counts)
+    said = f"jetfire: {tmp_path / file}: gemm triton m=8 n=8 is there twice\n"
+    assert gate(before, after) == (2, "", said)
+
+
 @pytest.mark.parametrize(
     ("text", "share"),
     [("5%", 0.05), ("0.1", 0.1), ("0", 0.0), ("5 %", 0.05), (".5%", 0.005), ("150%", 1.5)],
