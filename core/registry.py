@@ -100,11 +100,16 @@ def _kernels(op: str, files: tuple[ModuleType, ...]) -> dict[str, Kernel]:
     for kernel in _elsewhere(op, files):
         if kernel.name in found:
             raise UsageError(
-                f"{op} has a kernel {kernel.name!r} already: expected another name than in "
-                f"{sys.modules[type(kernel).__module__].__file__}"
+                f"{op} has a kernel {kernel.name!r} already, in {_file(found[kernel.name])}: "
+                f"expected another name than in {_file(kernel)}"
             )
         found[kernel.name] = kernel
     return found
+
+
+def _file(kernel: Kernel) -> str | None:
+    """Return the file that has a kernel's class."""
+    return sys.modules[type(kernel).__module__].__file__
 
 
 def _elsewhere(op: str, files: Iterable[ModuleType]) -> list[Kernel]:

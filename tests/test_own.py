@@ -497,6 +497,18 @@ def test_two_files_with_one_op(here, capsys):
     assert "there is an op 'row_logsumexp' already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["bench", "fuzz"])
+def test_two_files_with_one_kernel_are_both_named(verb, here, capsys):
+    for name in ("one", "two"):
+        (here / f"{name}.py").write_text(VIEWS)
+    words = ["transpose", "--device", "cpu", "--load", "one.py", "--load", "two.py"]
+    assert execute(verb, words) == 2
+    assert capsys.readouterr().err == (
+        f"jetfire: transpose has a kernel 'views' already, in {here / 'one.py'}: "
+        f"expected another name than in {here / 'two.py'}\n"
+    )
+
+
 def test_a_file_is_run_once_it_is_named_and_not_before(here, capsys):
     """Not for lying there, nor by a profile or a results file that names its op."""
     (here / "mine.py").write_text(PLAIN + "\nopen('ran', 'a').close()\n")
