@@ -46,8 +46,10 @@ def _version(code: bytes) -> int:
     return code[49 if code[8] >= 8 else 48]
 
 
-def _is_whole(code: bytes) -> bool:
-    """Return whether a cubin has its tables of headers, which compilers write after all else."""
+def is_whole(code: bytes) -> bool:
+    """Return whether bytes are an ELF file with its tables of headers, which cubins have last."""
+    if len(code) < 64 or not code.startswith(b"\x7fELF"):
+        return False
     programs, sections = struct.unpack_from("<2Q", code, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<4H", code, 54)
     ends = programs + program_size * program_count, sections + section_size * section_count
@@ -66,7 +68,7 @@ def unusable(file: Path, function: str, capability: tuple[int, int]) -> str | No
         return f"{file}: {error.strerror}: expected a cubin"
     if len(code) < 64 or not code.startswith(b"\x7fELF") or code[18] != _CUDA:
         return f"{file}: expected a cubin, as nvcc -cubin writes it"
-    if not _is_whole(code):
+    if not is_whole(code):
         return f"{file}: expected a whole cubin: its end is missing"
     major, minor = divmod(_version(code), 10)
     if capability[0] != major or capability[1] < minor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from platformdirs import user_cache_path
 
 from jetfire.core import terminal
 from jetfire.core.errors import JetfireError, UsageError
+from jetfire.core.machine_code import is_whole
 
 ROOT = Path(__file__).parent
 # Two first compilations at once have failed to open NVRTC's own libraries.
@@ -121,14 +121,7 @@ def _cached(file: Path) -> bytes | None:
         cubin = file.read_bytes()
     except FileNotFoundError:
         return None
-    # An ELF file's program headers, which come last in a cubin: where, how large, how many.
-    if len(cubin) < 64 or not cubin.startswith(b"\x7fELF"):
-        return None
-    (start,), (size, count) = (
-        struct.unpack_from("<Q", cubin, 32),
-        struct.unpack_from("<2H", cubin, 54),
-    )
-    return cubin if len(cubin) >= start + size * count else None
+    return cubin if is_whole(cubin) else None
 
 
 def compile_cubin(source: Path | CudaText, config: str, architecture: str) -> bytes:
