@@ -17,9 +17,10 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def switch(name: str, *, default: bool) -> bool:
-    """Return whether a variable is on, in any case of letters.
+    """Return whether an environment variable is on. Upper and lower case count alike.
 
-    An empty one is as one that is not set.
+    Args:
+        default: what it is where it is not set, or is empty.
 
     Raises:
         UsageError: its value is neither on nor off.
