@@ -135,11 +135,12 @@ def tune(capsys, *arguments):
 
 
 def trials(storage):
-    """The trials of the only study there is."""
+    """The trials of the only study; none where the journal was made and the study not yet."""
     if isinstance(storage, Path):
         storage = JournalStorage(JournalFileBackend(str(storage)))
-    (name,) = optuna.get_all_study_names(storage)
-    return optuna.load_study(study_name=name, storage=storage).get_trials()
+    names = optuna.get_all_study_names(storage)
+    assert len(names) <= 1
+    return [t for name in names for t in optuna.load_study(study_name=name, storage=storage).trials]
 
 
 def outcomes(storage):
