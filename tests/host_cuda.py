@@ -3,11 +3,14 @@
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from jetfire.kernels_cuda import block_gemm
+from jetfire.kernels_cuda import driver as cuda
 from jetfire.kernels_cuda.compile import ROOT
 
 FAKES = Path(__file__).parent / "fakes"
@@ -49,8 +52,8 @@ def _standard(folder):
 
 def built(folder, program, driver):
     """The library of a kernel by blocks, from its own sources and a driver that includes them."""
-    for name in ("block_gemm.cuh", "block_epilogue.cuh", "hopper.cuh"):
-        shutil.copy(ROOT / name, folder)
+    for header in ROOT.glob("*.cuh"):
+        shutil.copy(header, folder)
     quantize = (ROOT / "quantize.cuh").read_text()
     for assembly, text in STAND_INS.items():
         quantize, found = re.subn(assembly, text, quantize, flags=re.DOTALL)
@@ -58,10 +61,35 @@ def built(folder, program, driver):
     (folder / "quantize.cuh").write_text(quantize)
     for name in ("ptx.cuh", "ptx_sm80.cuh", "ptx_transposed.cuh"):
         shutil.copy(FAKES / "cuda.cuh", folder / name)
-    shutil.copy(program.source, folder)
-    shutil.copy(FAKES / driver, folder)
+    for file in (program.source, FAKES / "launch.cuh", FAKES / driver):
+        shutil.copy(file, folder)
     constants = program.header[: program.header.index("__device__")]
     (folder / "config.cuh").write_text(f'#pragma once\n#include "ptx.cuh"\n{constants}')
     first = ("-include", _standard(folder.parent))
     _compile(folder, *first, "-shared", "-x", "c++", driver, "-o", "kernel.so")
     return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def launches_here(patch, module, library):
+    """Have a module of a kernel by blocks launch it here, in place of a GPU of two multiprocessors.
+
+    Args:
+        patch: pytest's, which undoes it.
+        library: program → its library, whose driver has `launch`.
+    """
+
+    def tensor_map(at, dtype, rows, columns, pitch, box_rows, box_columns):
+        sizes = rows, columns, box_rows, box_columns, cuda.ELEMENT_BYTES[dtype]
+        return struct.pack("<Q5i4xq", at, *sizes, pitch).ljust(128, b"\0")
+
+    def loaded(of, _):
+        def run(blocks, threads, arguments):
+            assert threads == 32 * of.warps
+            library(of).launch(blocks, arguments[0].tobytes())
+
+        return run
+
+    patch.setattr(cuda, "tensor_map", tensor_map)
+    patch.setattr(cuda, "processors", lambda _: 2)
+    patch.setattr(module, "loaded", loaded)
+    patch.setattr(block_gemm, "readable", lambda _: True)

@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import itertools
-import struct
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.launch import choose, verify
-from jetfire.kernels_cuda import block_gemm, driver
 from jetfire.kernels_cuda.fallback_gemm import wgmma
 from jetfire.kernels_cuda.fallback_gemm.wgmma import FallbackConfig, program
 from jetfire.reference.fallback_gemm import side_by_side
 from jetfire.reference.gemm import gemm, gemm_telescoped
 from jetfire.tests.audited import together
-from jetfire.tests.host_cuda import built, needs_a_compiler
+from jetfire.tests.host_cuda import built, launches_here, needs_a_compiler
 
 OP = registry.get("fallback_gemm")
 KERNEL = registry.get_kernel("fallback_gemm", "wgmma")
@@ -111,22 +109,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def host(library, monkeypatch):
     """In place of a GPU of two multiprocessors, the host."""
-
-    def tensor_map(at, dtype, rows, columns, pitch, box_rows, box_columns):
-        sizes = rows, columns, box_rows, box_columns, driver.ELEMENT_BYTES[dtype]
-        return struct.pack("<Q5i4xq", at, *sizes, pitch).ljust(128, b"\0")
-
-    def loaded(of, _):
-        def run(blocks, threads, arguments):
-            assert threads == 32 * of.warps
-            library(of).launch(blocks, arguments[0].tobytes())
-
-        return run
-
-    monkeypatch.setattr(driver, "tensor_map", tensor_map)
-    monkeypatch.setattr(driver, "processors", lambda _: 2)
-    monkeypatch.setattr(wgmma, "loaded", loaded)
-    monkeypatch.setattr(block_gemm, "readable", lambda _: True)
+    launches_here(monkeypatch, wgmma, library)
     wgmma._prepare.cache_clear()
     yield
     wgmma._prepare.cache_clear()

@@ -1,28 +1,10 @@
-// A launch of the fallback GEMM on the host: its blocks one after another.
+// A launch of the fallback GEMM on the host, and the steps of its tiles.
 #include "wgmma.cu"
 
-alignas(1024) uint8_t shared[SHARED_BYTES];
-
-template <class Work>
-void on_threads(int count, const Work& work) {
-  std::vector<std::thread> threads;
-  for (int i = 0; i < count; ++i) {
-    threads.emplace_back([&work, i] {
-      threadIdx.x = i;
-      work();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
+#include "launch.cuh"
 
 extern "C" void launch(int blocks, const void* arguments) {
-  Arguments x;
-  std::memcpy(&x, arguments, sizeof x);
-  gridDim.x = blocks, block_threads = 128 * (GROUPS + 1);
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-    std::fill(shared, shared + SHARED_BYTES, 0x5A);
-    on_threads(block_threads, [&x] { fallback_gemm(x); });
-  }
+  launch(fallback_gemm, blocks, arguments);
 }
 
 // The steps of a tile, as a warp finds them: blocks of K, those of the second plane after `blocks`.

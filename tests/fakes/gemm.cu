@@ -1,0 +1,6 @@
+// A launch of the GEMM on the host. Not with STREAM: there blocks wait for those that follow.
+#include "wgmma.cu"
+
+#include "launch.cuh"
+
+extern "C" void launch(int blocks, const void* arguments) { launch(gemm, blocks, arguments); }

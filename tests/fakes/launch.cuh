@@ -1,0 +1,27 @@
+// Launches on the host of a kernel of blocks of GROUPS and one warp groups: its blocks one after another.
+#pragma once
+
+alignas(1024) uint8_t shared[SHARED_BYTES];
+
+template <class Work>
+void on_threads(int count, const Work& work) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) {
+    threads.emplace_back([&work, i] {
+      threadIdx.x = i;
+      work();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+template <class Kernel>
+void launch(const Kernel& kernel, int blocks, const void* arguments) {
+  Arguments x;
+  std::memcpy(&x, arguments, sizeof x);
+  gridDim.x = blocks, block_threads = 128 * (GROUPS + 1);
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    std::fill(shared, shared + SHARED_BYTES, 0x5A);
+    on_threads(block_threads, [&] { kernel(x); });
+  }
+}
