@@ -1,7 +1,10 @@
 // A stand-in for CUDA and for ptx.cuh, so that host code runs a kernel's blocks or its ends of tiles:
 // a thread of the host for each of a block's, barriers and warps' exchanges between them, one shared
 // memory.
-#pragma once
+// It is copied under several names: of `#pragma once` g++ takes copies for one file only if they were
+// made in the same second.
+#ifndef FAKE_CUDA
+#define FAKE_CUDA
 
 #include <algorithm>
 #include <array>
@@ -327,3 +330,5 @@ inline void wgmma_wait() {}
 inline uint32_t pack_fp16(float, float) { return 0; }
 inline float bf16_to_float(uint16_t) { return 0; }
 inline float fp16_to_float(uint16_t) { return 0; }
+
+#endif
