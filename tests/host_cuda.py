@@ -1,5 +1,6 @@
 """CUDA sources of ours, built for the host: tests/fakes/cuda.cuh stands for CUDA."""
 
+import contextlib
 import ctypes
 import re
 import shutil
@@ -70,26 +71,42 @@ def built(folder, program, driver):
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
-def launches_here(patch, module, library):
-    """Have a module of a kernel by blocks launch it here, in place of a GPU of two multiprocessors.
+def libraries(factory, driver):
+    """What finds a program's library; each is built once, in a folder of pytest's `factory`."""
+    found = {}
+
+    def library(program):
+        if program.header not in found:
+            found[program.header] = built(factory.mktemp("kernel"), program, driver)
+        return found[program.header]
+
+    return library
+
+
+@contextlib.contextmanager
+def launches_here(module, library):
+    """Have the module of a kernel by blocks launch it here, as on a GPU of two multiprocessors.
 
     Args:
-        patch: pytest's, which undoes it.
-        library: program → its library, whose driver has `launch`.
+        library: what finds a program's library, whose driver has `launch`.
     """
 
     def tensor_map(at, dtype, rows, columns, pitch, box_rows, box_columns):
         sizes = rows, columns, box_rows, box_columns, cuda.ELEMENT_BYTES[dtype]
         return struct.pack("<Q5i4xq", at, *sizes, pitch).ljust(128, b"\0")
 
-    def loaded(of, _):
+    def loaded(program, _):
         def run(blocks, threads, arguments):
-            assert threads == 32 * of.warps
-            library(of).launch(blocks, arguments[0].tobytes())
+            assert threads == 32 * program.warps
+            library(program).launch(blocks, arguments[0].tobytes())
 
         return run
 
-    patch.setattr(cuda, "tensor_map", tensor_map)
-    patch.setattr(cuda, "processors", lambda _: 2)
-    patch.setattr(module, "loaded", loaded)
-    patch.setattr(block_gemm, "readable", lambda _: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "tensor_map", tensor_map)
+        patch.setattr(cuda, "processors", lambda _: 2)
+        patch.setattr(module, "loaded", loaded)
+        patch.setattr(block_gemm, "readable", lambda _: True)
+        module._prepare.cache_clear()
+        yield
+    module._prepare.cache_clear()

@@ -15,7 +15,7 @@ from jetfire.kernels_cuda.fallback_gemm.wgmma import FallbackConfig, program
 from jetfire.reference.fallback_gemm import side_by_side
 from jetfire.reference.gemm import gemm, gemm_telescoped
 from jetfire.tests.audited import together
-from jetfire.tests.host_cuda import built, launches_here, needs_a_compiler
+from jetfire.tests.host_cuda import launches_here, libraries, needs_a_compiler
 
 OP = registry.get("fallback_gemm")
 KERNEL = registry.get_kernel("fallback_gemm", "wgmma")
@@ -94,25 +94,13 @@ def telescoped(joined, falls, m, rows):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The code of a program, on the host; each is built once."""
-    found = {}
-
-    def library(of):
-        if of.header not in found:
-            folder = tmp_path_factory.mktemp("kernel")
-            found[of.header] = built(folder, of, "fallback_gemm.cu")
-        return found[of.header]
-
-    return library
+    return libraries(tmp_path_factory, "fallback_gemm.cu")
 
 
 @pytest.fixture
-def host(library, monkeypatch):
-    """In place of a GPU of two multiprocessors, the host."""
-    launches_here(monkeypatch, wgmma, library)
-    wgmma._prepare.cache_clear()
-    yield
-    wgmma._prepare.cache_clear()
+def host(library):
+    with launches_here(wgmma, library):
+        yield
 
 
 LAUNCHES = [

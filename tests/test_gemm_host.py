@@ -8,7 +8,7 @@ from jetfire.core.device import target_device
 from jetfire.kernels_cuda.gemm import wgmma
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig
 from jetfire.reference.gemm import gemm, gemm_telescoped
-from jetfire.tests.host_cuda import built, launches_here, needs_a_compiler
+from jetfire.tests.host_cuda import launches_here, libraries, needs_a_compiler
 
 OP = registry.get("gemm")
 KERNEL = registry.get_kernel("gemm", "wgmma")
@@ -26,24 +26,9 @@ pytestmark = needs_a_compiler
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """The code of a program, on the host; each is built once."""
-    found = {}
-
-    def library(of):
-        if of.header not in found:
-            found[of.header] = built(tmp_path_factory.mktemp("kernel"), of, "gemm.cu")
-        return found[of.header]
-
-    return library
-
-
-@pytest.fixture
-def host(library, monkeypatch):
-    launches_here(monkeypatch, wgmma, library)
-    wgmma._prepare.cache_clear()
-    yield
-    wgmma._prepare.cache_clear()
+def host(tmp_path_factory):
+    with launches_here(wgmma, libraries(tmp_path_factory, "gemm.cu")):
+        yield
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 // What tests call of wgmma.cu on the host: its ends of tiles, and what makes codes there.
 #include "wgmma.cu"
 
-alignas(1024) uint8_t shared[SHARED_BYTES];
+#include "launch.cuh"
 
 // The ends of a matrix's tiles, one after another, of sums that lie in memory.
 extern "C" void finish(const float* sums, const float* bias, int m, int n, const uint64_t* seed,
@@ -10,9 +10,8 @@ extern "C" void finish(const float* sums, const float* bias, int m, int n, const
   x.out = {q, m, n, 64, Panel::BYTES};
   x.qt = {qt, n, m, TILE_N, 64};
   x.to = {nullptr, bias, q, scale, qt, scale_t, seed, m, n};
-  const auto work = [&](int thread) {
-    threadIdx.x = thread;
-    const int group = thread / 128;
+  on_threads(128 * GROUPS, [&] {
+    const int group = threadIdx.x / 128;
     Staging staging(group);
     int turn = 0;
     for (int row = 0; row < m; row += TILE_M) {
@@ -28,10 +27,7 @@ extern "C" void finish(const float* sums, const float* bias, int m, int n, const
         finish_codes(acc, x, staging, group, turn, {row, column});
       }
     }
-  };
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 128 * GROUPS; ++i) threads.emplace_back(work, i);
-  for (std::thread& thread : threads) thread.join();
+  });
 }
 
 // How many of the floats with an exponent have another scale or multiplier than division gives.

@@ -1,4 +1,4 @@
-// Launches on the host of a kernel of blocks of GROUPS and one warp groups: its blocks one after another.
+// Launches of a kernel on the host: its blocks one after another, each of GROUPS + 1 warp groups.
 #pragma once
 
 alignas(1024) uint8_t shared[SHARED_BYTES];
