@@ -72,7 +72,7 @@ def built(folder, program, driver):
 
 
 def libraries(factory, driver):
-    """What finds a program's library; each is built once, in a folder of pytest's `factory`."""
+    """Return a function from a program to its library, built once, by pytest's `factory`."""
     found = {}
 
     def library(program):
@@ -88,7 +88,7 @@ def launches_here(module, library):
     """Have the module of a kernel by blocks launch it here, as on a GPU of two multiprocessors.
 
     Args:
-        library: what finds a program's library, whose driver has `launch`.
+        library: a function from a program to its library, whose driver has `launch`.
     """
 
     def tensor_map(at, dtype, rows, columns, pitch, box_rows, box_columns):

@@ -1,8 +1,8 @@
 // A stand-in for CUDA and for ptx.cuh, so that host code runs a kernel's blocks or its ends of tiles:
 // a thread of the host for each of a block's, barriers and warps' exchanges between them, one shared
 // memory.
-// It is copied under several names: of `#pragma once` g++ takes copies for one file only if they were
-// made in the same second.
+// It is copied under several names. Without a guard of its own, by `#pragma once`, g++ would take two
+// copies for one file only if they were made in the same second.
 #ifndef FAKE_CUDA
 #define FAKE_CUDA
 
