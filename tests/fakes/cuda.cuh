@@ -9,9 +9,12 @@
 #include <algorithm>
 #include <array>
 #include <cfenv>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -56,6 +59,14 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // --- barriers and warps --------------------------------------------------------------------------
 
+// Wait until others have met a condition. Who waits in vain fails the test: it would hang.
+template <class Met>
+void wait_for_others(std::condition_variable& told, std::unique_lock<std::mutex>& lock, Met met) {
+  if (told.wait_for(lock, std::chrono::minutes(2), met)) return;
+  std::fputs("a thread waited two minutes at a barrier\n", stderr);
+  std::abort();
+}
+
 class Meeting {
  public:
   void meet(int threads, bool wait) {
@@ -65,7 +76,7 @@ class Meeting {
       arrived = 0, ++round;
       all.notify_all();
     } else if (wait) {
-      all.wait(lock, [&] { return round != mine; });
+      wait_for_others(all, lock, [&] { return round != mine; });
     }
   }
 
@@ -246,7 +257,7 @@ inline void barrier_arrive(uint32_t barrier) { arrive(barrier, 1, 0); }
 inline void barrier_expect(uint32_t barrier, uint32_t bytes) { arrive(barrier, 1, bytes); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   std::unique_lock lock(arriving);
-  complete.wait(lock, [&] { return mbarriers.at(barrier).phase % 2 != parity; });
+  wait_for_others(complete, lock, [&] { return mbarriers.at(barrier).phase % 2 != parity; });
 }
 
 // --- the copy engine -----------------------------------------------------------------------------
