@@ -67,7 +67,8 @@ constexpr int AMAX_WORDS = OUTPUT == INT8 ? 2 * GROUPS * ROWS * 4 * AMAX_BLOCKS 
 
 // Shared memory after the staging buffers, in order.
 constexpr int FACTORS_AT = STAGING_AT + GROUPS * BUFFERS * STAGING;
-constexpr int LARGEST_AT = FACTORS_AT + ceil_div(STAGES * FACTOR_FLOATS, 4) * 16;
+constexpr int BASES_AT = FACTORS_AT + ceil_div(STAGES * FACTOR_FLOATS, 4) * 16;
+constexpr int LARGEST_AT = BASES_AT + 16 * TELESCOPED;
 constexpr int AMAX_AT = LARGEST_AT + ceil_div(2 * TELESCOPED * (FACTOR_ROWS + FACTORS), 2) * 8;
 constexpr int MARKS_AT = AMAX_AT + ceil_div(AMAX_WORDS, 2) * 8;
 constexpr int BARRIERS_AT = MARKS_AT + ceil_div(MARKED * STAGES, 2) * 8;
@@ -76,6 +77,12 @@ static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "legal() counts shared memo
 
 using Slot = RingSlot<BARRIERS_AT>;
 using Staging = StagingBuffers<STAGING>;
+
+// By one thread, before the block's first __syncthreads.
+DEVICE void start() {
+  start_barriers<Slot>(2);
+  if (TELESCOPED) store_shared(shared_at(BASES_AT), {BASE, BASE, BASE, BASE});
+}
 
 DEVICE float* factors(const Slot& slot) {
   return reinterpret_cast<float*>(shared + FACTORS_AT) + slot.index * FACTOR_FLOATS;
@@ -251,9 +258,17 @@ struct Multiplier {
     factor_at = factors(slot) + row * FACTOR_PITCH;
   }
 
+  // Loads, four sums each: beside products an instruction takes three cycles, whatever it does.
   DEVICE void reset(int row) {
+    if (!TELESCOPED) return;
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[TELESCOPED ? row : 0][i] = BASE;
+    for (int i = 0; i < SUMS; i += 4) {
+      const uint4 base = load_shared_anew(shared_at(BASES_AT));
+      sums[row][i] = base.x;
+      sums[row][i + 1] = base.y;
+      sums[row][i + 2] = base.z;
+      sums[row][i + 3] = base.w;
+    }
   }
 
   // Have the tensor cores multiply one block of K of 64 rows.

@@ -84,6 +84,7 @@ def shared_bytes(block: int, config: BlockGemmConfig, staging: int = 8192) -> in
         config.stages * (config.tile_m + config.tile_n) * TILE_K
         + config.groups * config.buffers * staging
         + ceil_div(config.stages * floats, 4) * 16
+        + 16 * config.telescoped
         + ceil_div(2 * config.telescoped * sum(factors(block, config)), 2) * 8
         + 16 * config.stages
     )

@@ -57,6 +57,14 @@ DEVICE uint4 load_shared(uint32_t from) {
   return x;
 }
 
+// The same, which ptxas does not merge with another load from there.
+DEVICE uint4 load_shared_anew(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+  return x;
+}
+
 // blockIdx.x, read anew at each call.
 DEVICE int block_index() {
   int index;

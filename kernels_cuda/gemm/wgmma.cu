@@ -344,7 +344,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   // The same in all lanes, and shown to be, so that it lives in a uniform register.
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) start_barriers<Slot>(2);
+  if (threadIdx.x == 0) start();
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
   if (group == GROUPS) {

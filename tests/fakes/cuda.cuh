@@ -209,6 +209,7 @@ inline T load_as(uint32_t from) {
 inline float load_shared_float(uint32_t from) { return load_as<float>(from); }
 inline uint16_t load_shared_u16(uint32_t from) { return load_as<uint16_t>(from); }
 inline uint4 load_shared(uint32_t from) { return load_as<uint4>(from); }
+inline uint4 load_shared_anew(uint32_t from) { return load_as<uint4>(from); }
 inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const auto rows = exchange(to);
   const int lane = threadIdx.x % 32;
