@@ -20,7 +20,7 @@
 // multiples of 2^-149 (the subnormal ones and the first binade), so that a sum that starts at 2^23
 // is, read as a float, (2^23 + S)·2^-149 for as long as |S| < 2^23: over a window of 512 of K. By
 // summation by parts Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b with s_{n+1} = 0, so that a
-// block costs one FMA; what 2^23 adds is taken off every window or two. The factors
+// block costs one FMA; what 2^23 adds is taken off every second window. The factors
 // carry a power of two that makes up for 2^-149 and suits the largest scales of their rows; acc is
 // freed of it at last.
 #pragma once
@@ -37,7 +37,7 @@ constexpr int PROMOTIONS = TILE_K / BLOCK;
 constexpr int ITEMS = PROMOTIONS * ROWS;  // products of a slot, each promoted once
 constexpr int ACCUMULATORS = TELESCOPED ? ROWS : 1;  // telescoped sums run on from block to block
 constexpr int WINDOW = 512 / TILE_K;    // slots between two resets of telescoped sums
-constexpr int CORRECTED = BLOCK < 128 ? 2 * WINDOW : WINDOW;  // and between two corrections
+constexpr int CORRECTED = 2 * WINDOW;  // and between two corrections
 constexpr int BASE = 1 << 23;
 
 // Rows and columns of a tile that have one scale wherever the tile lies.

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 from jetfire.core.tensors import Tensors
 from jetfire.reference.gemm import (
     BASE,
+    CORRECTED,
     GRID,
     WINDOW,
-    corrected,
     power_of_two,
     telescoped_scale,
     telescoped_shift,
@@ -95,19 +95,19 @@ def telescoped_noise(inputs: Tensors, block: int, parts: int = 0) -> torch.Tenso
         end, last = (i + 1) * block, i == count - 1
         if i * block % WINDOW == 0:
             run = zero
-        if i * block % corrected(block) == 0:
+        if i * block % CORRECTED == 0:
             base = zero
         following = zero if last else scale_of(i + 1)
         after = zero if end % WINDOW == 0 else following
         sums = _norms(a, i * block, block)[:, None] * _norms(b, i * block, block)
         run, plain = run + sums, plain + scale * sums
         base = base + BASE * (scale - after)
-        recent = [*recent, scale][-corrected(block) // block :]
+        recent = [*recent, scale][-CORRECTED // block :]
         share = 2 * BASE * functools.reduce(torch.maximum, recent) if parts else base.abs()
         exists = (a_scale[:, i, None] > 0) & (b_scale[None, :, i] > 0)
         error = error + (HALF_UNIT * scale + rounding * exists) * sums
         error = error + HALF_UNIT * (share + plain + after * run + error)
-        if parts or last or end % corrected(block) == 0:
+        if parts or last or end % CORRECTED == 0:
             error = error + HALF_UNIT * (plain + error)
         scale = following
     error = error + parts * HALF_UNIT * (plain + error)

@@ -92,17 +92,13 @@ def magnitudes(
     return (of_a * a_scale) @ (of_b * b_scale).t(), of_a @ of_b.t(), largest
 
 
-# The telescoped schedule's constants: where the integer sums start, and the K after which they
-# start again.
+# The telescoped schedule's constants: where the integer sums start, the K after which they start
+# again, and the K after which it takes off what their base has added.
 BASE = 2.0**23
 WINDOW = 512
+CORRECTED = 2 * WINDOW
 # A unit of the scales' grid, and of a sum read as a float.
 GRID, UNIT = 2.0**104, 2.0**-149
-
-
-def corrected(block: int) -> int:
-    """Return the K after which the telescoped schedule takes off what its base has added."""
-    return 2 * WINDOW if block < 128 else WINDOW
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -141,8 +137,7 @@ def gemm_telescoped(
     The integer sums S run on over a window of K, from 2^23: below 2^24 their bits are those of the
     float (2^23 + S)·2^-149, for which a power of two in the scales makes up. By summation by parts
     Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b, s_{b+1} being zero after a window's last block:
-    one fp32 FMA per block. What 2^23 adds is taken off after every second window, for blocks of 128
-    after every one, and at the end.
+    one fp32 FMA per block. What 2^23 adds is taken off after every second window and at the end.
     """
     m, k = a.shape
     n, count = b.shape[0], a_scale.shape[1]
@@ -154,7 +149,7 @@ def gemm_telescoped(
         part, end = slice(i * block, min(k, (i + 1) * block)), (i + 1) * block
         if i * block % WINDOW == 0:
             sums = torch.full((m, n), BASE, dtype=torch.float64, device=a.device)
-        if i * block % corrected(block) == 0:
+        if i * block % CORRECTED == 0:
             added = zero
         sums += a[:, part].double() @ b[:, part].double().t()
         last = i == count - 1
@@ -162,7 +157,7 @@ def gemm_telescoped(
         factor = scale - (zero if end % WINDOW == 0 else following)
         c = fma(spread(factor, block, m, n), (sums * UNIT).float(), c)
         added = added + BASE * UNIT * factor
-        if last or end % corrected(block) == 0:
+        if last or end % CORRECTED == 0:
             c = c - spread(added, block, m, n)
         scale = following
     return c * spread(power_of_two(149 - shift).float(), block, m, n)

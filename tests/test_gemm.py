@@ -165,7 +165,7 @@ def telescoped_in_fractions(a_scale, b_scale, inner, block):
         running = sum(inner[b * block // 512 * (512 // block) : b + 1])
         value = to_fp32(factor * Fraction(2**23 + running, 2**149) + Fraction(value))
         added += factor * Fraction(2**23, 2**149)
-        if last or end % (512 if block == 128 else 1024) == 0:
+        if last or end % 1024 == 0:
             value, added = to_fp32(Fraction(value) - added), Fraction(0)
     return to_fp32(Fraction(value) * Fraction(2**149, 2**shift))
 
