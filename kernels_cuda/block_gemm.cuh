@@ -170,17 +170,16 @@ struct Pair {
 
   // Telescoped factors are differences of scales on a grid of 2^104: then they are exact, and so is
   // their sum.
-  DEVICE float on_grid(float x) const {
-    return TELESCOPED ? __fmaf_rn(x * lift, rest, 0x1.8p127f) : x;
-  }
+  static constexpr float GRID = TELESCOPED ? 0x1.8p127f : 0.0f;  // added to round to it
+  DEVICE float on_grid(float x) const { return TELESCOPED ? __fmaf_rn(x * lift, rest, GRID) : x; }
 
-  // From the scales of a slot's blocks, and of the one that follows, to its factors.
-  DEVICE static void differ(float (&f)[PROMOTIONS + TELESCOPED]) {
+  // From the scales of a slot's blocks, and of the one that follows, to its factors. And where a
+  // correction is due to that: over a window the factors' sum is its first block's scale.
+  DEVICE static void differ(float (&f)[PROMOTIONS + TELESCOPED], float firsts) {
     if (!TELESCOPED) return;
-    const float all = f[0] - f[PROMOTIONS];
 #pragma unroll
     for (int p = 0; p < PROMOTIONS; ++p) f[p] -= f[p + 1];
-    f[PROMOTIONS] = -0x1p-126f * all;
+    f[PROMOTIONS] = -0x1p-126f * firsts;
   }
 };
 
@@ -236,6 +235,19 @@ struct Turns {
   }
 };
 
+// By loads of four: beside products a scheduler issues one instruction in three cycles,
+// whatever it does.
+DEVICE void start_at_base(int (&sums)[SUMS]) {
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 4) {
+    const uint4 base = load_shared_anew(shared_at(BASES_AT));
+    sums[i] = base.x;
+    sums[i + 1] = base.y;
+    sums[i + 2] = base.z;
+    sums[i + 3] = base.w;
+  }
+}
+
 // The sums of one group: int32 ones on their way through a block, or a window, of K, and fp32 ones.
 struct Multiplier {
   float acc[ROWS][SUMS];
@@ -258,17 +270,8 @@ struct Multiplier {
     factor_at = factors(slot) + row * FACTOR_PITCH;
   }
 
-  // Loads, four sums each: beside products an instruction takes three cycles, whatever it does.
   DEVICE void reset(int row) {
-    if (!TELESCOPED) return;
-#pragma unroll
-    for (int i = 0; i < SUMS; i += 4) {
-      const uint4 base = load_shared_anew(shared_at(BASES_AT));
-      sums[row][i] = base.x;
-      sums[row][i + 1] = base.y;
-      sums[row][i + 2] = base.z;
-      sums[row][i + 3] = base.w;
-    }
+    if (TELESCOPED) start_at_base(sums[row]);
   }
 
   // Have the tensor cores multiply one block of K of 64 rows.
@@ -302,8 +305,6 @@ struct Multiplier {
   DEVICE void correct(int row) {
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) acc[row][i] += correction[row][i / 4 * 8 / SCALE_COLUMNS];
-#pragma unroll
-    for (int i = 0; i < FACTORS; ++i) correction[row][i] = 0.0f;
   }
 
   // The same for the last time, and out of the factors' power of two.
@@ -318,7 +319,7 @@ struct Multiplier {
   }
 
   // 3. One slot. Returns whether it is the tile's last.
-  DEVICE bool multiply(bool last) {
+  DEVICE bool multiply(int step, bool last) {
     barrier_wait(slot.full(), slot.parity);
     const Slot old = slot;
     if (MARKED) last = mark(old);
@@ -327,10 +328,10 @@ struct Multiplier {
       const int row = item % ROWS, promotion = item / ROWS;
       turns.wait();
       issue(row, promotion);
-      float factor[FACTORS], added[FACTORS];
+      float factor[FACTORS];
       read_factors(factor, row, promotion);
       if (TELESCOPED && promotion == PROMOTIONS - 1) {
-        read_factors(added, row, PROMOTIONS);
+        if (last || step % CORRECTED == 0) read_factors(correction[row], row, PROMOTIONS);
         if (last) read_factors(sink[row], row, PROMOTIONS + 1);
       }
       wgmma_wait<0>();
@@ -342,10 +343,6 @@ struct Multiplier {
         enter();
       }
       promote(row, factor);
-      if (TELESCOPED && promotion == PROMOTIONS - 1) {
-#pragma unroll
-        for (int i = 0; i < FACTORS; ++i) correction[row][i] += added[i];
-      }
     }
     return last;
   }
@@ -356,12 +353,10 @@ struct Multiplier {
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int i = 0; i < SUMS; ++i) acc[row][i] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < FACTORS; ++i) correction[row][i] = 0.0f;
       reset(row);
     }
     for (int step = 1; step <= steps; ++step) {
-      const bool last = multiply(step == steps);
+      const bool last = multiply(step, step == steps);
       if (MARKED && last) steps = step;
       if (!TELESCOPED || (step % WINDOW && step < steps)) continue;
 #pragma unroll

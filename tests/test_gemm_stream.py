@@ -79,7 +79,7 @@ def schedule_code():
     shared = (ROOT / "hopper.cuh").read_text()
     own = wgmma.SOURCE.read_text()
     tiles = re.search(r"^struct Tile \{.*?^// Blocks of the cluster", shared, re.S | re.M)
-    parts = re.search(r"^struct Part \{.*?^DEVICE void factors_of", own, re.S | re.M)
+    parts = re.search(r"^struct Part \{.*?^DEVICE float scale_of", own, re.S | re.M)
     return "\n".join(found[0].rpartition("\n")[0] for found in (tiles, parts))
 
 

@@ -159,8 +159,11 @@ DEVICE void scale(const Arguments& x, int warp) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) pairs[i].start(x, tile, i * 32 + lane, largest);
     int count = 0;
+    Step first, other;  // of the windows since a correction
     for (Step step, after; step.exists(); step = after, slot.next()) {
       after = walk.after(step);
+      if (count % CORRECTED == 0) first = step;
+      if (count % CORRECTED == WINDOW) other = step;
       const bool mine = whose == warp, window_end = ++count % WINDOW == 0;
       whose = whose == SCALE_WARPS - 1 ? 0 : whose + 1;
       if (!mine) continue;
@@ -170,7 +173,14 @@ DEVICE void scale(const Arguments& x, int warp) {
         f[i][0] = pairs[i].on_grid(product(x, pairs[i], step));
         if constexpr (TELESCOPED) {
           f[i][1] = pairs[i].on_grid(window_end ? 0.0f : product(x, pairs[i], after));
-          Pair::differ(f[i]);
+          float base = 0.0f;
+          if (count % CORRECTED == 0 || !after.exists()) {
+            base = pairs[i].on_grid(product(x, pairs[i], first)) - Pair::GRID;
+            if ((count - 1) % CORRECTED >= WINDOW) {
+              base += pairs[i].on_grid(product(x, pairs[i], other)) - Pair::GRID;
+            }
+          }
+          Pair::differ(f[i], base);
         }
       }
       barrier_wait(slot.empty(), slot.parity ^ 1);

@@ -73,16 +73,36 @@ struct Parts {
   }
 };
 
-// The factors of a slot that begins with `block`.
-DEVICE void factors_of(const Pair& pair, float (&f)[PROMOTIONS + TELESCOPED], int block, int blocks,
-                       bool window_end) {
+DEVICE float scale_of(const Pair& pair, int block, int blocks) {
+  const bool within = block < blocks && pair.a && pair.b;
+  return pair.on_grid(within ? __fmul_rn(pair.a[block], pair.b[block]) : 0.0f);
+}
+
+// The scales of the first blocks of windows since the last correction, added up. Not unrolled: that
+// takes a register more than a scale warp has.
+DEVICE float firsts_of(const Pair& pair, const Part& part, int step, int blocks) {
+  const int first = step / CORRECTED * CORRECTED;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int at = first; at <= step; at += WINDOW) {
+    sum += scale_of(pair, (part.first + at) * PROMOTIONS, blocks) - Pair::GRID;
+  }
+  return sum;
+}
+
+// The factors of a slot.
+DEVICE void factors_of(const Pair& pair, float (&f)[PROMOTIONS + TELESCOPED], const Part& part,
+                       int step, int blocks) {
+  const int block = (part.first + step) * PROMOTIONS;
+  const bool last = step == part.steps - 1;
+  const bool window_end = last || step % WINDOW == WINDOW - 1;
 #pragma unroll
   for (int p = 0; p < PROMOTIONS + TELESCOPED; ++p) {
-    const bool within = block + p < blocks && !(p == PROMOTIONS && window_end);
-    f[p] = within && pair.a && pair.b ? __fmul_rn(pair.a[block + p], pair.b[block + p]) : 0.0f;
-    f[p] = pair.on_grid(f[p]);
+    const bool none = p == PROMOTIONS && window_end;
+    f[p] = none ? Pair::GRID : scale_of(pair, block + p, blocks);
   }
-  Pair::differ(f);
+  const bool corrected = TELESCOPED && (last || step % CORRECTED == CORRECTED - 1);
+  Pair::differ(f, corrected ? firsts_of(pair, part, step, blocks) : 0.0f);
 }
 
 // 2. One warp's share of the factors: of each slot, for each promotion and pair, the product of two
@@ -104,13 +124,12 @@ DEVICE void scale(const Arguments& x, int warp) {
     for (int i = 0; i < PAIRS; ++i) pairs[i].start(x, part.tile, i * 32 + lane, largest);
     for (int step = 0; step < part.steps; ++step, slot.next()) {
       const bool mine = whose == warp, last = step == part.steps - 1;
-      const int block = (part.first + step) * PROMOTIONS;
       whose = whose == SCALE_WARPS - 1 ? 0 : whose + 1;
       if (!mine) continue;
       float f[PAIRS][PROMOTIONS + TELESCOPED];
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i) {
-        factors_of(pairs[i], f[i], block, blocks, last || step % WINDOW == WINDOW - 1);
+        factors_of(pairs[i], f[i], part, step, blocks);
       }
       barrier_wait(slot.empty(), slot.parity ^ 1);
       give_factors(slot, pairs, f, last);
