@@ -70,11 +70,12 @@ def cut_noise(inputs: Tensors) -> torch.Tensor:
     return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float64)
 
 
-def telescoped_noise(inputs: Tensors, block: int, parts: int = 0) -> torch.Tensor:
+def telescoped_noise(inputs: Tensors, block: int, parts: int = 0, chains: int = 1) -> torch.Tensor:
     """Return the bound for each block of the output: float64 ⌈m/block⌉×⌈n/block⌉, zero where NaN.
 
     Args:
         parts: how many at most share a tile, each from anywhere along K; 0 for one, from 0.
+        chains: sums that take blocks of K in turn.
     """
     import torch
 
@@ -88,28 +89,29 @@ def telescoped_noise(inputs: Tensors, block: int, parts: int = 0) -> torch.Tenso
         return telescoped_scale(a_scale, b_scale, shift, i).double() * unit
 
     zero = unit.new_zeros(unit.shape)
-    error, plain, base, run = zero, zero, zero, zero  # plain: Σ s_j·p_j
-    scale = scale_of(0)
+    error, plain, base = zero, zero, zero  # plain: Σ s_j·p_j
+    run, held = [zero] * chains, [zero] * chains  # held: s_{b+1}·Σ_window p of each chain
     recent: list[torch.Tensor] = []
     for i in range(count):
-        end, last = (i + 1) * block, i == count - 1
-        if i * block % WINDOW == 0:
-            run = zero
+        last, chain, own = i == count - 1, i % chains, i // chains * block
+        if own % WINDOW == 0:
+            run[chain] = zero
         if i * block % CORRECTED == 0:
             base = zero
-        following = zero if last else scale_of(i + 1)
-        after = zero if end % WINDOW == 0 else following
+        scale = scale_of(i)
+        goes_on = i + chains < count and (own + block) % WINDOW
+        after = scale_of(i + chains) if goes_on else zero
         sums = _norms(a, i * block, block)[:, None] * _norms(b, i * block, block)
-        run, plain = run + sums, plain + scale * sums
+        run[chain], plain = run[chain] + sums, plain + scale * sums
+        held[chain] = after * run[chain]
         base = base + BASE * (scale - after)
         recent = [*recent, scale][-CORRECTED // block :]
-        share = 2 * BASE * functools.reduce(torch.maximum, recent) if parts else base.abs()
+        share = 2 * chains * BASE * functools.reduce(torch.maximum, recent) if parts else base.abs()
         exists = (a_scale[:, i, None] > 0) & (b_scale[None, :, i] > 0)
         error = error + (HALF_UNIT * scale + rounding * exists) * sums
-        error = error + HALF_UNIT * (share + plain + after * run + error)
-        if parts or last or end % CORRECTED == 0:
+        error = error + HALF_UNIT * (share + plain + sum(held, zero) + error)
+        if parts or last or (i + 1) * block % CORRECTED == 0:
             error = error + HALF_UNIT * (plain + error)
-        scale = following
     error = error + parts * HALF_UNIT * (plain + error)
     # The result may be below the normal numbers.
     return ((error + SMALLEST * (error > 0)) * SLOP).nan_to_num(0.0)

@@ -130,36 +130,45 @@ def telescoped_scale(
 
 
 def gemm_telescoped(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, block: int
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    block: int,
+    chains: int = 1,
 ) -> torch.Tensor:
     """Return the product as the telescoped schedule rounds it: `gemm`'s arguments and result.
 
     The integer sums S run on over a window of K, from 2^23: below 2^24 their bits are those of the
     float (2^23 + S)·2^-149, for which a power of two in the scales makes up. By summation by parts
     Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b, s_{b+1} being zero after a window's last block:
-    one fp32 FMA per block. What 2^23 adds is taken off after every second window and at the end.
+    one fp32 FMA per block. What 2^23 adds is taken off after every 1024 of K and at the end.
+
+    Args:
+        chains: sums that take blocks of K in turn, of which each telescopes over its own blocks;
+            the interleaved schedule has two.
     """
     m, k = a.shape
     n, count = b.shape[0], a_scale.shape[1]
     c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     shift = telescoped_shift(a_scale, b_scale)
     zero = torch.zeros(shift.shape, dtype=torch.float32, device=a.device)
-    scale = telescoped_scale(a_scale, b_scale, shift, 0)
+    sums = [torch.empty(0)] * chains
     for i in range(count):
         part, end = slice(i * block, min(k, (i + 1) * block)), (i + 1) * block
-        if i * block % WINDOW == 0:
-            sums = torch.full((m, n), BASE, dtype=torch.float64, device=a.device)
+        chain, own = i % chains, i // chains * block  # K of the chain's before
+        if own % WINDOW == 0:
+            sums[chain] = torch.full((m, n), BASE, dtype=torch.float64, device=a.device)
         if i * block % CORRECTED == 0:
             added = zero
-        sums += a[:, part].double() @ b[:, part].double().t()
-        last = i == count - 1
-        following = zero if last else telescoped_scale(a_scale, b_scale, shift, i + 1)
-        factor = scale - (zero if end % WINDOW == 0 else following)
-        c = fma(spread(factor, block, m, n), (sums * UNIT).float(), c)
+        sums[chain] += a[:, part].double() @ b[:, part].double().t()
+        factor = telescoped_scale(a_scale, b_scale, shift, i)
+        if i + chains < count and (own + block) % WINDOW:
+            factor = factor - telescoped_scale(a_scale, b_scale, shift, i + chains)
+        c = fma(spread(factor, block, m, n), (sums[chain] * UNIT).float(), c)
         added = added + BASE * UNIT * factor
-        if last or end % CORRECTED == 0:
+        if i == count - 1 or end % CORRECTED == 0:
             c = c - spread(added, block, m, n)
-        scale = following
     return c * spread(power_of_two(149 - shift).float(), block, m, n)
 
 

@@ -80,6 +80,7 @@ WGMMA = [
     (fields(n=4095, out="bf16"), WgmmaConfig(4, tile_n=64, stream=True)),
     (fields(out="int8", layout="both"), WgmmaConfig(2, cluster_m=2, cluster_n=2, stream=True)),
     (fields(out="fp32", squares=True), WgmmaConfig()),
+    (fields(block=128), WgmmaConfig(2, cluster_n=2, schedule="interleaved")),
 ]
 MMA = [
     (fields(), MmaConfig()),
@@ -153,6 +154,7 @@ def test_constants_are_those_of_the_config():
         "IN_FLIGHT": "1",
         "STREAM": "false",
         "TELESCOPED": "true",
+        "INTERLEAVED": "false",
         "CONSUMER_REGISTERS": "224",
         "PRODUCER_REGISTERS": "56",
         "CHUNK_WARPS": "4",

@@ -152,50 +152,55 @@ def test_reference_is_the_product_of_what_the_codes_stand_for(block):
     assert difference.norm() <= 2e-7 * expected.norm()
 
 
-def telescoped_in_fractions(a_scale, b_scale, inner, block):
+def telescoped_in_fractions(a_scale, b_scale, inner, block, chains):
     """One element's telescoped sum, from its scales and its integer sums of each block."""
     largest = sum(math.frexp(max(scale))[1] - 1 for scale in (a_scale, b_scale))
     shift = max(22, min(124 - largest, 250))
     products = [to_fp32(Fraction(x) * Fraction(y)) for x, y in zip(a_scale, b_scale, strict=True)]
     grid = [round(Fraction(product) * 2**shift / 2**104) for product in products]
-    value, added = 0.0, Fraction(0)
+    value, added, window = 0.0, Fraction(0), chains * 512
     for b, scale in enumerate(grid):
-        end, last = (b + 1) * block, b == len(grid) - 1
-        factor = (scale - (0 if last or end % 512 == 0 else grid[b + 1])) * 2**104
-        running = sum(inner[b * block // 512 * (512 // block) : b + 1])
+        # A window's blocks, of which the last one of each chain is followed by nothing.
+        first, end = b * block // window * (window // block), (b + 1) * block
+        after = b + chains
+        goes_on = after < len(grid) and after * block // window == b * block // window
+        factor = (scale - (grid[after] if goes_on else 0)) * 2**104
+        running = sum(inner[first + (b - first) % chains : b + 1 : chains])
         value = to_fp32(factor * Fraction(2**23 + running, 2**149) + Fraction(value))
         added += factor * Fraction(2**23, 2**149)
-        if last or end % 1024 == 0:
+        if b == len(grid) - 1 or end % 1024 == 0:
             value, added = to_fp32(Fraction(value) - added), Fraction(0)
     return to_fp32(Fraction(value) * Fraction(2**149, 2**shift))
 
 
+@pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("data", ["heavy", "gradient"])
-def test_telescoped_sums_are_rounded_as_they_are_defined(block, data):
+def test_telescoped_sums_are_rounded_as_they_are_defined(block, data, chains):
     op = registry.get("gemm")
-    k = 1380
+    k = 2700
     inputs = op.inputs(op.Problem(3, 2, k, block=block), torch.device("cpu"), data=data)
     a, a_scale, b, b_scale = (inputs[name] for name in ("a", "a_scale", "b", "b_scale"))
-    c = gemm_telescoped(a, a_scale, b, b_scale, block)
+    c = gemm_telescoped(a, a_scale, b, b_scale, block, chains)
     scales = a_scale[0].tolist(), b_scale[0].tolist()
     for i in range(3):
         for j in range(2):
             terms = [x * y for x, y in zip(a[i].tolist(), b[j].tolist(), strict=True)]
             inner = [sum(terms[at : at + block]) for at in range(0, k, block)]
-            assert c[i, j].item() == telescoped_in_fractions(*scales, inner, block)
+            assert c[i, j].item() == telescoped_in_fractions(*scales, inner, block, chains)
 
 
+@pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("data", TYPICAL)
 @pytest.mark.parametrize("k", [31, 500, 2100])
-def test_telescoped_sums_err_within_their_bound(block, data, k):
+def test_telescoped_sums_err_within_their_bound(block, data, k, chains):
     op = registry.get("gemm")
     problem = op.Problem(100, 130, k, block=block, out="fp32")
     inputs = op.inputs(problem, torch.device("cpu"), data=data)
     operands = [inputs[name] for name in ("a", "a_scale", "b", "b_scale")]
-    c, exact = gemm_telescoped(*operands, block), gemm_float64(*operands, block)
-    noise = telescoped_noise(inputs, block)
+    c, exact = gemm_telescoped(*operands, block, chains), gemm_float64(*operands, block)
+    noise = telescoped_noise(inputs, block, chains=chains)
     error = (c.double() - exact).abs()
     used = (error / spread(noise, block, 100, 130)).nan_to_num(0.0)
     assert used.max() <= 1
@@ -557,14 +562,15 @@ def wgmma_cases(block, schedule, device):
 def wgmma_pairs(block, out_block, device):
     """Legal problems, configs and kinds of data for each tile that can requantise.
 
-    Of both schedules, groups that multiply at once and, by some tiles, groups that take turns.
+    Of all schedules, groups that multiply at once and, by some tiles, groups that take turns.
     """
     kernel, op = registry.get_kernel("gemm", "wgmma"), registry.get("gemm")
     tiles = itertools.product((1, 2, 3, 4), (1, 2), (32, 64, 96, 128, 192))
     for i, (groups, rows, tile_n) in enumerate(tiles):
         shape, options = FAMILY_SHAPES[i % len(FAMILY_SHAPES)], CODES[i % len(CODES)]
         problem = op.Problem(*shape, block=block, out_block=out_block, out="int8", **options)
-        for schedule, in_flight in itertools.product(("telescoped", "exact"), {0, i % 3}):
+        schedules = ("telescoped", "exact", "interleaved")
+        for schedule, in_flight in itertools.product(schedules, {0, i % 3}):
             config = kernel.Config(
                 groups=groups,
                 rows=rows,
@@ -624,8 +630,11 @@ def wrong_of_wgmma(problem, config, data, device):
     check = verify(op, kernel, problem, config, inputs)
     if not check.ok:
         return f"{problem}, {config}, {data}: {check.message}"
-    reference = gemm_telescoped if config.schedule == "telescoped" else gemm
-    c = reference(*(inputs[x] for x in ("a", "a_scale", "b", "b_scale")), problem.block)
+    operands = [inputs[x] for x in ("a", "a_scale", "b", "b_scale")]
+    if config.telescoped:
+        c = gemm_telescoped(*operands, problem.block, config.chains)
+    else:
+        c = gemm(*operands, problem.block)
     c += inputs["bias"] if problem.bias else 0
     outputs = op.poison(problem, op.outputs(problem, inputs))
     kernel.launch(problem, config, inputs, outputs)
@@ -643,11 +652,13 @@ def wrong_of_wgmma(problem, config, data, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("schedule", ["exact", "telescoped"])
+@pytest.mark.parametrize(
+    ("schedule", "block"),
+    [*itertools.product(("exact", "telescoped"), BLOCKS), ("interleaved", 128)],
+)
 def test_every_way_to_cut_a_tile_rounds_as_its_schedule_does(hopper, block, schedule):
     cases = list(wgmma_cases(block, schedule, Device.parse(str(hopper))))
-    assert len(cases) > 30
+    assert len(cases) >= (18 if schedule == "interleaved" else 31)
     assert {p.out for p, _, _ in cases} == {"fp32", "bf16", "fp16", "int8"}
     check_wgmma(cases, hopper)
 

@@ -1,5 +1,7 @@
 """Whole launches of the sm_90a GEMM on the host: a thread there for each of a block's."""
 
+import functools
+
 import pytest
 import torch
 
@@ -13,14 +15,19 @@ from jetfire.tests.host_cuda import launches_here, libraries, needs_a_compiler
 OP = registry.get("gemm")
 KERNEL = registry.get_kernel("gemm", "wgmma")
 NO_CUPY = "needs CuPy: pip install 'jetfire[cuda]'"
-SUMS = {"exact": gemm, "telescoped": gemm_telescoped}
+SUMS = {
+    "exact": gemm,
+    "telescoped": gemm_telescoped,
+    "interleaved": functools.partial(gemm_telescoped, chains=2),
+}
 # Several ragged tiles, of fewer steps of 128 of K than the ring has slots and of more.
-SIZES = ((200, 260, 40), (136, 140, 384), (130, 250, 640), (70, 130, 1300))
+SIZES = ((200, 260, 40), (136, 140, 384), (130, 250, 640), (70, 130, 1300), (130, 70, 1024))
 CHOICES = (
     {"groups": 2, "stages": 4},
     {"groups": 3, "in_flight": 2, "buffers": 1},
     {"groups": 1, "rows": 2, "raster": 1},
 )
+CASES = (("exact", 32), ("telescoped", 32), ("telescoped", 128))
 
 pytestmark = needs_a_compiler
 
@@ -32,9 +39,14 @@ def host(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "block"), [("exact", 32), ("telescoped", 32), ("telescoped", 128)]
+    ("schedule", "block", "choice"),
+    [
+        *((*case, choice) for case in CASES for choice in CHOICES),
+        *(("interleaved", 128, {"groups": 2, "stages": stages}) for stages in (3, 4, 5)),
+        ("interleaved", 128, {"groups": 1}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_launches_on_the_host_have_the_schedule_s_bits(host, block, choice, schedule):
     config = WgmmaConfig(**{"tile_n": 64, "stages": 3, "schedule": schedule, **choice})
     for m, n, k in SIZES:

@@ -1,6 +1,7 @@
 """Stream-K in the sm_90a GEMM: its schedule, its bounds, its outputs and its workspace."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import shutil
@@ -291,6 +292,11 @@ def exact_sums(a, a_scale, b, b_scale, block):
     return acc
 
 
+SUMS = {
+    "exact": exact_sums,
+    "telescoped": gemm_telescoped,
+    "interleaved": functools.partial(gemm_telescoped, chains=2),
+}
 CUTS = ((1280, 2500), (128, 256, 384, 512, 2500), (2432, 2500))
 
 
@@ -302,7 +308,7 @@ def test_sums_of_parts_err_within_their_bound(block, data, ends):
     inputs = OP.inputs(problem, torch.device("cpu"), data=data)
     exact = gemm_float64(*(inputs[x] for x in ("a", "a_scale", "b", "b_scale")), block)
     expected = OP.reference(problem, inputs)
-    for name, sums in (("exact", exact_sums), ("telescoped", gemm_telescoped)):
+    for name, sums in SUMS.items():
         config = WgmmaConfig(stream=True, schedule=name)
         noise = KERNEL.noise(problem, config, inputs)
         assert noise.shape == (-(-70 // block), -(-90 // block))
@@ -344,30 +350,46 @@ def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_
         assert not streams(1024, 1024, 1024, **options)
         assert not streams(8192, 8192, 8192, **options)
         assert not streams(16384, 16384, 16384, **options)
-    assert streams(4096, 4096, 4096, block=128, out="int8", out_block=32)
+    assert streams(2048, 4352, 4096, block=128, out="int8", out_block=32)
     assert not streams(8192, 1024, 1024, block=128, out="int8", out_block=32)  # 27 µs, not 23
-    assert not streams(4096, 4096, 4096, block=128, out="int8", layout="both")
+    assert not streams(2048, 4352, 4096, block=128, out="int8", layout="both")
 
 
 def test_defaults_do_not_stream_where_tiles_would_share_nothing_in_l2():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
-    for m, n in ((2048, 1600), (8192, 1024)):  # an output head's input gradient
+    for m, n in ((2048, 1600), (8192, 1152)):  # an output head's input gradient
         assert streams(m, n, 16384, block=128, out="bf16")
         assert not streams(m, n, 50304, block=128, out="bf16")
         for l2_bytes in (0, 1 << 30):  # unknown, and one that all of it fits
             found = dataclasses.replace(HOPPER, l2_bytes=l2_bytes)
             assert cost.fastest(KERNEL, OP.Problem(m, n, 50304, block=128), found).stream
-    assert streams(8192, 4096, 22016, block=128, out="bf16")
+    assert streams(4352, 4096, 22016, block=128, out="bf16")
 
 
-def test_defaults_share_operands_of_large_outputs_but_with_little_along_k():
+def test_defaults_share_operands_of_large_outputs_but_of_blocks_of_128():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
-    for m, n in ((16384, 4096), (8192, 50304)):
-        for k, share in ((2048, 1), (4096, 2)):
-            config = cost.fastest(KERNEL, OP.Problem(m, n, k, block=128), HOPPER)
-            assert (config.cluster_n, config.raster) == (share, 8 * share)
+    for block, m, n, share in (
+        (32, 16384, 4096, 1),
+        (32, 16384, 8192, 2),
+        (64, 8192, 50304, 2),
+        (128, 8192, 50304, 1),
+    ):
+        config = cost.fastest(KERNEL, OP.Problem(m, n, 4096, block=block), HOPPER)
+        assert (config.cluster_n, config.raster) == (share, 8 * share)
+
+
+def test_defaults_interleave_blocks_of_128_but_with_little_along_k():
+    if (reason := KERNEL.unfit(HOPPER)) is not None:
+        pytest.skip(reason)
+    for block, k, schedule in (
+        (128, 1024, "telescoped"),
+        (128, 4096, "interleaved"),
+        (64, 4096, "telescoped"),
+    ):
+        config = cost.fastest(KERNEL, OP.Problem(8192, 4096, k, block=block), HOPPER)
+        assert config.schedule == schedule
 
 
 def test_streaming_whole_waves_costs_what_they_cost():
@@ -433,8 +455,10 @@ def launched(problem, config, inputs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule_name", ["exact", "telescoped"])
-@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("schedule_name", "block"),
+    [*itertools.product(("exact", "telescoped"), (32, 64, 128)), ("interleaved", 128)],
+)
 @pytest.mark.parametrize("options", OUTPUTS, ids=str)
 def test_streamed_sums_are_right_and_the_same_each_time(gpu, options, block, schedule_name):
     for problem, config in cases(options, block, schedule_name, gpu):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jetfire.core.device import Device
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda import hopper
-from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US
+from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US, Schedule
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig, clusters, whole_tiles
 from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
+# Microseconds of a step and of a tile's ends in the interleaved schedule, as block_gemm's in the
+# telescoped one. Its groups end tiles at the same time: at 1024 along K, in turn with cuBLAS, tiles
+# of 128×128 took 1.03 of the time of 192×128 telescoped where waves alone would say 0.98.
+INTERLEAVED_US = {(2, 64): 0.25, (2, 96): 0.35, (2, 128): 0.39}
+INTERLEAVED_TILE_US = TILE_US + 0.15
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
 # microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
 # an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
@@ -30,64 +35,83 @@ SPREAD, APART_BYTES = 1.7, 4.4e6
 
 
 @lru_cache(maxsize=4096)
-def fastest(kernel: WgmmaKernel, problem: GemmProblem, device: Device) -> WgmmaConfig:
-    """Return the candidate that should be fastest; every call of a model asks."""
+def fastest(
+    kernel: WgmmaKernel, problem: GemmProblem, device: Device, schedule: Schedule | None = None
+) -> WgmmaConfig:
+    """Return the candidate, of this schedule, that should be fastest; every call of a model asks.
+
+    Args:
+        schedule: ``telescoped``, ``interleaved`` or None for either.
+    """
 
     def price(config: WgmmaConfig) -> float:
         return _microseconds(problem, config, device) * (STREAM_GAIN if config.stream else 1)
 
-    found: WgmmaConfig = hopper.fastest(kernel, problem, device, _candidates(problem), price)
+    candidates = [c for c in _candidates(problem) if schedule in (None, c.schedule)]
+    found: WgmmaConfig = hopper.fastest(kernel, problem, device, candidates, price)
     return found
 
 
 def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
     """Return configs of every tile worth trying, with the other fields that suit it."""
-    found = []
+    tiles: list[tuple[Schedule, int, int]] = [("telescoped", *tile) for tile in STEP_US]
+    if problem.block == TILE_K:
+        tiles += [("interleaved", *tile) for tile in INTERLEAVED_US]
     # Transposed codes beside the sums of other blocks spill: a default does not.
     streams = (False,) if problem.layout != "q" else (False, True)
-    # Clusters of two share operands, and begin and end together: 1 to 10% more time in all six
-    # outputs so large that were tuned with at most 2048 along K (blocks of 128).
-    most = 1 << 26 if problem.block == 128 else 1 << 27
-    large = problem.m * problem.n >= most and (problem.block != 128 or problem.k > 2048)
-    for groups, tile_n in STEP_US:
-        tile_m = 64 * groups
-        stages = min(8, 180_000 // ((tile_m + tile_n) * TILE_K))
-        turns: Literal[0, 2] = 2 if problem.block == 128 and (groups, tile_n) == (3, 128) else 0
-        share = 2 if large and (groups, tile_n) == (3, 128) else 1
-        for stream in streams:
-            config = WgmmaConfig(
-                groups=groups,
-                tile_n=tile_n,
-                stages=stages,
-                buffers=1 if stages * (tile_m + tile_n) * TILE_K > 170_000 else 2,
-                cluster_n=share,
-                raster=8 * share,
-                in_flight=turns,
-                stream=stream,
-                schedule="telescoped",
-            )
-            found.append(config)
-    return found
+    return [_candidate(problem, *tile, stream) for tile in tiles for stream in streams]
+
+
+def _candidate(
+    problem: GemmProblem, schedule: Schedule, groups: int, tile_n: int, stream: bool
+) -> WgmmaConfig:
+    slot = (64 * groups + tile_n) * TILE_K
+    stages = min(8, 180_000 // slot)
+    widest = (groups, tile_n) == (3, 128)
+    # Clusters of two share operands, and begin and end together: what they gain where outputs are
+    # large, blocks of 128 lose.
+    share = 2 if widest and problem.block != TILE_K and problem.m * problem.n >= 1 << 27 else 1
+    return WgmmaConfig(
+        groups=groups,
+        tile_n=tile_n,
+        stages=stages,
+        buffers=1 if stages * slot > 170_000 else 2,
+        cluster_n=share,
+        raster=8 * share,
+        in_flight=2 if widest and problem.block == TILE_K else 0,
+        stream=stream,
+        schedule=schedule,
+    )
 
 
 def estimate(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float | None:
     """Estimate a launch's microseconds; None for a tile that was never measured."""
-    known = (config.groups, config.tile_n) in STEP_US and config.rows == 1
-    return _microseconds(problem, config, device) if known else None
+    known = INTERLEAVED_US if config.chains > 1 else STEP_US
+    if config.rows > 1 or (config.groups, config.tile_n) not in known:
+        return None
+    return _microseconds(problem, config, device)
+
+
+def _tile_us(problem: GemmProblem, config: WgmmaConfig) -> tuple[float, float]:
+    """Return the microseconds of a step of 128 of K and of a tile's ends."""
+    tile = config.groups, config.tile_n
+    if config.chains > 1:
+        return INTERLEAVED_US[tile], INTERLEAVED_TILE_US
+    slow, fast = STEP_US[tile]
+    return fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block], TILE_US
 
 
 def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float:
     """Estimate microseconds by waves of tiles, or by an even share of all steps."""
-    slow, fast = STEP_US[config.groups, config.tile_n]
-    step_us = fast + (slow - fast) * {32: 1.0, 64: 0.23, 128: 0.0}[problem.block]
+    step_us, ends_us = _tile_us(problem, config)
     steps, tiles = ceil_div(problem.k, TILE_K), config.cluster_tiles(problem.m, problem.n)
     workers = device.sms // config.cluster
     if not config.stream or whole_tiles(tiles, workers) == tiles:
-        return ceil_div(tiles, workers) * (steps * step_us + TILE_US)
+        return ceil_div(tiles, workers) * (steps * step_us + ends_us)
     workers = clusters(problem, config, device.sms)
     share, parts = tiles * steps / workers, workers / tiles
     left_us = max(2, parts) * 4 * config.tile_m * config.tile_n / LEFT_BYTES
-    even_us = share * step_us + (share / steps + 1) * TILE_US + max(1, parts) * PART_US + left_us
+    even_us = share * step_us + (share / steps + 1) * ends_us + max(1, parts) * PART_US + left_us
     return max(even_us, _reading_us(problem, config, device, tiles))
 
 

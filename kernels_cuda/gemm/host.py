@@ -53,6 +53,7 @@ WGMMA_NOTES = {
     "STREAM": "the last tiles' K is dealt out evenly; blocks share them",
     "MARKED": "a tile's last slot is marked; nobody counts them",
     "TELESCOPED": "sums run on from block to block, see above",
+    "INTERLEAVED": "two sums take blocks in turn",
     "CONSUMER_REGISTERS": "of a thread that multiplies",
     "PRODUCER_REGISTERS": "of one that feeds it",
 }

@@ -3,7 +3,7 @@
 //
 // What it shares with others by blocks, first of all how they work, is in block_gemm.cuh. Here are
 // the order of tiles and of steps along K, sums that blocks leave each other (STREAM), and codes.
-#include "block_gemm.cuh"
+#include "interleaved.cuh"
 
 struct Arguments {
   TensorMap a, b, out, qt;
@@ -81,10 +81,11 @@ DEVICE float scale_of(const Pair& pair, int block, int blocks) {
 // The scales of the first blocks of windows since the last correction, added up. Not unrolled: that
 // takes a register more than a scale warp has.
 DEVICE float firsts_of(const Pair& pair, const Part& part, int step, int blocks) {
-  const int first = step / CORRECTED * CORRECTED;
+  constexpr int NEXT = CHAINS > 1 ? 1 : WINDOW;
+  const int first = step / CORRECTED * CORRECTED, last = min(step, first + NEXT);
   float sum = 0.0f;
 #pragma unroll 1
-  for (int at = first; at <= step; at += WINDOW) {
+  for (int at = first; at <= last; at += NEXT) {
     sum += scale_of(pair, (part.first + at) * PROMOTIONS, blocks) - Pair::GRID;
   }
   return sum;
@@ -94,12 +95,11 @@ DEVICE float firsts_of(const Pair& pair, const Part& part, int step, int blocks)
 DEVICE void factors_of(const Pair& pair, float (&f)[PROMOTIONS + TELESCOPED], const Part& part,
                        int step, int blocks) {
   const int block = (part.first + step) * PROMOTIONS;
-  const bool last = step == part.steps - 1;
-  const bool window_end = last || step % WINDOW == WINDOW - 1;
+  const bool last = step == part.steps - 1, window_end = ends_window(step, part.steps);
 #pragma unroll
   for (int p = 0; p < PROMOTIONS + TELESCOPED; ++p) {
     const bool none = p == PROMOTIONS && window_end;
-    f[p] = none ? Pair::GRID : scale_of(pair, block + p, blocks);
+    f[p] = none ? Pair::GRID : scale_of(pair, block + p * CHAINS, blocks);
   }
   const bool corrected = TELESCOPED && (last || step % CORRECTED == CORRECTED - 1);
   Pair::differ(f, corrected ? firsts_of(pair, part, step, blocks) : 0.0f);
@@ -325,9 +325,19 @@ DEVICE void finish_codes(float (&acc)[ROWS][SUMS], const Arguments& x, Staging& 
   }
 }
 
+// The schedule's.
+template <bool>
+struct Multipliers {
+  using Type = Multiplier;
+};
+template <>
+struct Multipliers<true> {
+  using Type = Interleaved;
+};
+
 DEVICE void consume(const Arguments& x, int group) {
   const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-  Multiplier multiplier(group, rank);
+  Multipliers<INTERLEAVED>::Type multiplier(group, rank);
   Staging staging(group);
   int turn = 0;
   for (Parts parts(x); parts.more(); parts.next(), turn ^= 1) {

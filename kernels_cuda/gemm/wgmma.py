@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from jetfire.kernels_cuda.gemm import cost
 from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, clusters
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.hopper import (
+    TILE_K,
     WgmmaKernel,
     operand_map,
     output_map,
@@ -87,6 +89,7 @@ def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Prog
         "IN_FLIGHT": config.in_flight,
         "STREAM": config.stream,
         "TELESCOPED": config.telescoped,
+        "INTERLEAVED": config.chains > 1,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "EXPECTED_SHARED_BYTES": shared,
@@ -109,8 +112,19 @@ class WgmmaGemm(WgmmaKernel):
         "raster": (1, 2, 4, 8, 16, 32),
         "in_flight": (0, 1, 2),
         "stream": (False, True),
-        "schedule": ("exact", "telescoped"),
+        "schedule": ("exact", "telescoped", "interleaved"),
     }
+
+    def space(self, problem: GemmProblem, device: Device) -> dict[str, Sequence[Any]]:
+        schedules = self.choices["schedule"][: 3 if problem.block == TILE_K else 2]
+        return {**self.choices, "schedule": schedules}
+
+    def schedules(self, problem: GemmProblem, device: Device) -> list[WgmmaConfig]:
+        telescoped = cost.fastest(self, problem, device, "telescoped")
+        found = [replace(telescoped, schedule="exact"), telescoped]
+        if problem.block == TILE_K:
+            found.append(cost.fastest(self, problem, device, "interleaved"))
+        return found
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
         return (
@@ -132,7 +146,7 @@ class WgmmaGemm(WgmmaKernel):
     ) -> torch.Tensor | None:
         if config.telescoped:
             parts = PARTS_A_TILE + 1 if config.stream else 0
-            return telescoped_noise(inputs, problem.block, parts)
+            return telescoped_noise(inputs, problem.block, parts, config.chains)
         return cut_noise(inputs) if config.stream else None
 
     def programs(self, problem: GemmProblem, config: WgmmaConfig) -> list[Program]:
@@ -250,6 +264,8 @@ def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
     block = problem.out_block
     if reason := boxes_reason(config):
         return reason
+    if config.chains > 1 and problem.block != TILE_K:
+        return f"schedule={config.schedule} block={problem.block}: expected blocks of {TILE_K}"
     for name, size in (("tile_m", config.tile_m), ("tile_n", config.tile_n)):
         if problem.out == "int8" and size % block:
             return f"{name}={size}: expected a multiple of {block} to requantise blocks of it"
