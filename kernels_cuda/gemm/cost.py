@@ -30,7 +30,9 @@ PART_US, LEFT_BYTES = 3.0, 8e4
 # On an H100 2048×1600×50304 and 8192×1024×50304 took 1.9 and 1.5 times as long as their tuned
 # configs, which do not stream (158 and 129 MB at work, an L2 of 52; 3.3 and 4.4e6 bytes per µs). On
 # an H200 8192×4096×22016 (80 MB) took as long with `stream` as without.
-STREAM_GAIN = 1.03
+# The interleaved schedule needs more: on an H200 2304×768×16384, 8192×1600×6400 and 8192×1600×4800,
+# for which the model had `stream` gain 5 or 6%, took 1.43, 1.05 and 1.03 times as long with it.
+STREAM_GAIN, INTERLEAVED_STREAM_GAIN = 1.03, 1.07
 SPREAD, APART_BYTES = 1.7, 4.4e6
 
 
@@ -45,7 +47,8 @@ def fastest(
     """
 
     def price(config: WgmmaConfig) -> float:
-        return _microseconds(problem, config, device) * (STREAM_GAIN if config.stream else 1)
+        gain = INTERLEAVED_STREAM_GAIN if config.chains > 1 else STREAM_GAIN
+        return _microseconds(problem, config, device) * (gain if config.stream else 1)
 
     candidates = [c for c in _candidates(problem) if schedule in (None, c.schedule)]
     found: WgmmaConfig = hopper.fastest(kernel, problem, device, candidates, price)
