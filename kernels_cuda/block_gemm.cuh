@@ -20,9 +20,8 @@
 // multiples of 2^-149 (the subnormal ones and the first binade), so that a sum that starts at 2^23
 // is, read as a float, (2^23 + S)·2^-149 for as long as |S| < 2^23: over a window of 512 of K. By
 // summation by parts Σ s_b·(S_b − S_{b−1}) = Σ (s_b − s_{b+1})·S_b with s_{n+1} = 0, so that a
-// block costs one FMA; what 2^23 adds is taken off every second window. The factors
-// carry a power of two that makes up for 2^-149 and suits the largest scales of their rows; acc is
-// freed of it at last.
+// block costs one FMA; what 2^23 adds is taken off every second window. The factors carry a power of
+// two that makes up for 2^-149 and suits the largest scales of their rows; acc is freed of it at last.
 #pragma once
 
 #include "block_epilogue.cuh"
@@ -173,8 +172,9 @@ struct Pair {
   static constexpr float GRID = TELESCOPED ? 0x1.8p127f : 0.0f;  // added to round to it
   DEVICE float on_grid(float x) const { return TELESCOPED ? __fmaf_rn(x * lift, rest, GRID) : x; }
 
-  // From the scales of a slot's blocks, and of the one that follows, to its factors. And where a
-  // correction is due to that: over a window the factors' sum is its first block's scale.
+  // From the scales of a slot's blocks, and of the one that follows, to its factors. `firsts`, where a
+  // correction is due, is what the factors since the last one add up to, which is for each window
+  // its first block's scale; else 0.
   DEVICE static void differ(float (&f)[PROMOTIONS + TELESCOPED], float firsts) {
     if (!TELESCOPED) return;
 #pragma unroll
@@ -271,7 +271,12 @@ struct Multiplier {
   }
 
   DEVICE void reset(int row) {
-    if (TELESCOPED) start_at_base(sums[row]);
+    if (TELESCOPED) {
+      start_at_base(sums[row]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) sums[0][i] = 0;
+    }
   }
 
   // Have the tensor cores multiply one block of K of 64 rows.
@@ -319,7 +324,7 @@ struct Multiplier {
   }
 
   // 3. One slot. Returns whether it is the tile's last.
-  DEVICE bool multiply(int step, bool last) {
+  DEVICE bool multiply(bool last) {
     barrier_wait(slot.full(), slot.parity);
     const Slot old = slot;
     if (MARKED) last = mark(old);
@@ -331,7 +336,7 @@ struct Multiplier {
       float factor[FACTORS];
       read_factors(factor, row, promotion);
       if (TELESCOPED && promotion == PROMOTIONS - 1) {
-        if (last || step % CORRECTED == 0) read_factors(correction[row], row, PROMOTIONS);
+        read_factors(correction[row], row, PROMOTIONS);  // of use where it is due alone
         if (last) read_factors(sink[row], row, PROMOTIONS + 1);
       }
       wgmma_wait<0>();
@@ -356,7 +361,7 @@ struct Multiplier {
       reset(row);
     }
     for (int step = 1; step <= steps; ++step) {
-      const bool last = multiply(step, step == steps);
+      const bool last = multiply(step == steps);
       if (MARKED && last) steps = step;
       if (!TELESCOPED || (step % WINDOW && step < steps)) continue;
 #pragma unroll

@@ -57,7 +57,8 @@ DEVICE uint4 load_shared(uint32_t from) {
   return x;
 }
 
-// The same, which ptxas does not merge with another load from there.
+// The same, which ptxas does not merge with another load from there: a move for each register would
+// take the place of the second.
 DEVICE uint4 load_shared_anew(uint32_t from) {
   uint4 x;
   asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
