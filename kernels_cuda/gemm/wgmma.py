@@ -116,14 +116,16 @@ class WgmmaGemm(WgmmaKernel):
     }
 
     def space(self, problem: GemmProblem, device: Device) -> dict[str, Sequence[Any]]:
-        schedules = self.choices["schedule"][: 3 if problem.block == TILE_K else 2]
-        return {**self.choices, "schedule": schedules}
+        names = self.choices["schedule"]
+        if problem.block != TILE_K:
+            names = tuple(name for name in names if name != "interleaved")
+        return {**self.choices, "schedule": names}
 
     def schedules(self, problem: GemmProblem, device: Device) -> list[WgmmaConfig]:
-        telescoped = cost.fastest(self, problem, device, "telescoped")
-        found = [replace(telescoped, schedule="exact"), telescoped]
-        if problem.block == TILE_K:
-            found.append(cost.fastest(self, problem, device, "interleaved"))
+        found = []
+        for name in self.space(problem, device)["schedule"]:
+            like = "telescoped" if name == "exact" else name
+            found.append(replace(cost.fastest(self, problem, device, like), schedule=name))
         return found
 
     def legal(self, problem: GemmProblem, config: WgmmaConfig, device: Device) -> str | None:
