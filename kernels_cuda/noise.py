@@ -1,22 +1,26 @@
 """A bound of how far the telescoped schedule may be from the exact product.
 
-Its FMAs add (s_b − s_{b+1})·(BASE + S_b) to a running value, and each rounds by up to half a unit
-in the last place of what is there, most of which is the base's share until a correction takes it
-off. With u = 2^-24, half of fp32's relative spacing, a rounding errs by at most u times the exact
-value. Per pair of A's and B's blocks, after block b:
+Its FMAs add (s_b − s_{b+n})·(BASE + S_b) to a running value, where n sums, the chains, take blocks
+in turn and S_b is that of block b's. Each rounds by up to half a unit in the last place of what is
+there, most of which is the base's share until a correction takes it off. With u = 2^-24, half of
+fp32's relative spacing, a rounding errs by at most u times the exact value. Per pair of A's and B's
+blocks, after block b:
 
 * p_b = max‖A's rows‖·max‖B's rows‖ within block b bounds its integer sums (Cauchy-Schwarz), so
-  |S_b| ≤ Σ p over the window so far.
+  |S_b| ≤ Σ p over the chain's window so far.
 * The running value is at most |BASE·Σ factors since the last correction|, which is computed as it
-  is, and Σ_{j≤b} s_j·p_j + s_{b+1}·Σ_window p (by summation by parts) and the error so far. The
-  FMA errs by u times all that.
+  is, and Σ_{j≤b} s_j·p_j, for each chain its next block's scale times Σ_window p (by summation by
+  parts), and the error so far. The FMA errs by u times all that.
 * A product s_b of scales errs by u·s_b, or half of the smallest number there is, and on its way to
   the grid by half a unit of that; p_b multiplies both. Differences and sums of what lies on the
   grid are exact, corrections too.
 * Adding a correction errs by u of a running value without the base's share.
 
-* Where blocks of the grid share a tile (`stream`), windows begin anywhere: the base's share is then
-  at most BASE times two windows' largest scales, and adding up the parts errs by u of each sum.
+* Where blocks of the grid share a tile (`stream`), windows begin anywhere. The base's share is then
+  at most BASE times the scales of two windows' first blocks, and at least minus the scale of each
+  chain's next block times BASE + S, which is less than 2·BASE. A block is a next one for n steps.
+  So each step is charged 2·BASE·n times the largest scale of the last 1024 of K: some steps' shares
+  are larger, the sum of all is not. Adding up the parts errs by u of each sum.
 
 All of it can have one sign, so the errors add up. Roundings of random signs do not: of 12800
 elements at K = 4096 the worst has a tenth to a quarter of its bound, whatever the data.
@@ -90,7 +94,7 @@ def telescoped_noise(inputs: Tensors, block: int, parts: int = 0, chains: int = 
 
     zero = unit.new_zeros(unit.shape)
     error, plain, base = zero, zero, zero  # plain: Σ s_j·p_j
-    run, held = [zero] * chains, [zero] * chains  # held: s_{b+1}·Σ_window p of each chain
+    run, held = [zero] * chains, [zero] * chains  # held: the next scale·Σ_window p of each chain
     recent: list[torch.Tensor] = []
     for i in range(count):
         last, chain, own = i == count - 1, i % chains, i // chains * block
