@@ -7,13 +7,7 @@
 
 constexpr int CHAINS = INTERLEAVED ? 2 : 1;  // sums that take steps in turn
 
-// Whether a step of a part ends a window: its factor is then the scale alone.
-DEVICE constexpr bool ends_window(int step, int steps) {
-  if (CHAINS == 1) return step == steps - 1 || step % WINDOW == WINDOW - 1;
-  return step >= steps - CHAINS || step % (CHAINS * WINDOW) >= CHAINS * (WINDOW - 1);
-}
-
-// The sums of one group, and what it does with a tile, as a Multiplier's.
+// What Multiplier is to the other schedules.
 struct Interleaved {
   float acc[1][SUMS];
   int sums[2][SUMS];
@@ -49,7 +43,7 @@ struct Interleaved {
     }
   }
 
-  // Promote a slot's sums, after which PENDING products have been issued.
+  // Promote the sums of a slot, since which PENDING products have been issued.
   template <int PENDING>
   DEVICE void promote(int chain, const Slot& from) {
     float factor[FACTORS];

@@ -153,7 +153,7 @@ def gemm_telescoped(
     c = torch.zeros((m, n), dtype=torch.float32, device=a.device)
     shift = telescoped_shift(a_scale, b_scale)
     zero = torch.zeros(shift.shape, dtype=torch.float32, device=a.device)
-    sums = [torch.empty(0)] * chains
+    sums = [zero] * chains
     for i in range(count):
         part, end = slice(i * block, min(k, (i + 1) * block)), (i + 1) * block
         chain, own = i % chains, i // chains * block  # K of the chain's before

@@ -173,14 +173,14 @@ DEVICE void scale(const Arguments& x, int warp) {
         f[i][0] = pairs[i].on_grid(product(x, pairs[i], step));
         if constexpr (TELESCOPED) {
           f[i][1] = pairs[i].on_grid(window_end ? 0.0f : product(x, pairs[i], after));
-          float base = 0.0f;
+          float firsts = 0.0f;
           if (count % CORRECTED == 0 || !after.exists()) {
-            base = pairs[i].on_grid(product(x, pairs[i], first)) - Pair::GRID;
+            firsts = pairs[i].on_grid(product(x, pairs[i], first)) - Pair::GRID;
             if ((count - 1) % CORRECTED >= WINDOW) {
-              base += pairs[i].on_grid(product(x, pairs[i], other)) - Pair::GRID;
+              firsts += pairs[i].on_grid(product(x, pairs[i], other)) - Pair::GRID;
             }
           }
-          Pair::differ(f[i], base);
+          Pair::differ(f[i], firsts);
         }
       }
       barrier_wait(slot.empty(), slot.parity ^ 1);

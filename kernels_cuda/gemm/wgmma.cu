@@ -91,6 +91,12 @@ DEVICE float firsts_of(const Pair& pair, const Part& part, int step, int blocks)
   return sum;
 }
 
+// Whether a step of a part ends a window: its factor is then the scale alone.
+DEVICE constexpr bool ends_window(int step, int steps) {
+  if (CHAINS == 1) return step == steps - 1 || step % WINDOW == WINDOW - 1;
+  return step >= steps - CHAINS || step % (CHAINS * WINDOW) >= CHAINS * (WINDOW - 1);
+}
+
 // The factors of a slot.
 DEVICE void factors_of(const Pair& pair, float (&f)[PROMOTIONS + TELESCOPED], const Part& part,
                        int step, int blocks) {
