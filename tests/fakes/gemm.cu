@@ -1,4 +1,4 @@
-// A launch of the GEMM on the host. Not with STREAM: there blocks wait for those that follow.
+// A launch of the GEMM on the host.
 #include "wgmma.cu"
 
 #include "launch.cuh"

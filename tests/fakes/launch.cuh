@@ -1,4 +1,5 @@
-// Launches of a kernel on the host: its blocks one after another, each of GROUPS + 1 warp groups.
+// Launches of a kernel on the host: its blocks one after another, each of GROUPS + 1 warp groups. The
+// last comes first: with STREAM blocks wait for those that follow.
 #pragma once
 
 alignas(1024) uint8_t shared[SHARED_BYTES];
@@ -20,7 +21,7 @@ void launch(const Kernel& kernel, int blocks, const void* arguments) {
   Arguments x;
   std::memcpy(&x, arguments, sizeof x);
   gridDim.x = blocks, block_threads = 128 * (GROUPS + 1);
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+  for (blockIdx.x = blocks; blockIdx.x-- > 0;) {
     std::fill(shared, shared + SHARED_BYTES, 0x5A);
     on_threads(block_threads, [&] { kernel(x); });
   }
