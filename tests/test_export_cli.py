@@ -214,7 +214,7 @@ def test_the_nearest_size_s_time_is_not_taken_for_its_own(shipped, tmp_path):
     assert export(tmp_path / "out", *words) == 0
     text = (tmp_path / "out" / "README.md").read_text()
     (row,) = (line for line in text.splitlines() if line.startswith("| 4352×4096×4096 |"))
-    assert "| – | – | for 4096×4096×4096, on NVIDIA H100" in row  # tuned last
+    assert "| – | – | for 4096×4096×4096, on NVIDIA H200" in row  # tuned last
     assert "{{4352, 4096, 4096}, 0}," in (tmp_path / "out" / "manifest.h").read_text()
 
 

@@ -30,7 +30,7 @@ EVERY_LANE = (
         "  __syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(slot.full());",
         "  barrier_arrive(slot.full());",
     ),
-    Edit(SOURCE, "start_barriers<Slot>(2)", "start_barriers<Slot>(33)"),
+    Edit(BLOCKS, "start_barriers<Slot>(2)", "start_barriers<Slot>(33)"),
     Edit(
         SHARED,
         "      if (lane == 0) barrier_arrive(empty());\n"
