@@ -91,9 +91,8 @@ DEVICE float firsts_of(const Pair& pair, const Part& part, int step, int blocks)
   return sum;
 }
 
-// Whether a step of a part ends a window: its factor is then the scale alone.
+// Whether a step of a part is the last of its chain in a window: its factor is then the scale alone.
 DEVICE constexpr bool ends_window(int step, int steps) {
-  if (CHAINS == 1) return step == steps - 1 || step % WINDOW == WINDOW - 1;
   return step >= steps - CHAINS || step % (CHAINS * WINDOW) >= CHAINS * (WINDOW - 1);
 }
 
