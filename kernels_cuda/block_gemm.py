@@ -42,7 +42,6 @@ STEP_US = {
 # tile. Where int8 has the tiles of bf16 it was 0.96 of its speed at 8192³ (blocks of 32 and 64, in
 # bursts); blocks of 128 (0.88) lose the rest by the tiles that `legal` leaves them.
 TILE_US = 1.2
-Schedule = Literal["exact", "telescoped", "interleaved"]
 PAD = Program(Path(__file__).parent / "pad.cu", header({}), 0, 8, features="a")
 
 
@@ -59,7 +58,7 @@ class BlockGemmConfig(TileConfig):
 
     groups: int = 3
     in_flight: Literal[0, 1, 2] = 0
-    schedule: Schedule = "exact"
+    schedule: Literal["exact", "telescoped", "interleaved"] = "exact"
 
     @property
     def telescoped(self) -> bool:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jetfire.core.device import Device
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda import hopper
-from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US, Schedule
+from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig, clusters, whole_tiles
 from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 
 if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
+Fast = Literal["telescoped", "interleaved"]
 # Microseconds of a step and of a tile's ends in the interleaved schedule, as block_gemm's in the
-# telescoped one. Its groups end tiles at the same time: at 1024 along K, in turn with cuBLAS, tiles
-# of 128×128 took 1.03 of the time of 192×128 telescoped where waves alone would say 0.98.
+# telescoped one. Its groups end tiles at the same time: with TILE_US alone the model would choose
+# it for 8192×4096×1024, where `jetfire tune gemm --workload gpt2-350m` on an H200 did not.
 INTERLEAVED_US = {(2, 64): 0.25, (2, 96): 0.35, (2, 128): 0.39}
 INTERLEAVED_TILE_US = TILE_US + 0.15
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
@@ -38,7 +39,7 @@ SPREAD, APART_BYTES = 1.7, 4.4e6
 
 @lru_cache(maxsize=4096)
 def fastest(
-    kernel: WgmmaKernel, problem: GemmProblem, device: Device, schedule: Schedule | None = None
+    kernel: WgmmaKernel, problem: GemmProblem, device: Device, schedule: Fast | None = None
 ) -> WgmmaConfig:
     """Return the candidate, of this schedule, that should be fastest; every call of a model asks.
 
@@ -57,7 +58,7 @@ def fastest(
 
 def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
     """Return configs of every tile worth trying, with the other fields that suit it."""
-    tiles: list[tuple[Schedule, int, int]] = [("telescoped", *tile) for tile in STEP_US]
+    tiles: list[tuple[Fast, int, int]] = [("telescoped", *tile) for tile in STEP_US]
     if problem.block == TILE_K:
         tiles += [("interleaved", *tile) for tile in INTERLEAVED_US]
     # Transposed codes beside the sums of other blocks spill: a default does not.
@@ -66,13 +67,13 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
 
 
 def _candidate(
-    problem: GemmProblem, schedule: Schedule, groups: int, tile_n: int, stream: bool
+    problem: GemmProblem, schedule: Fast, groups: int, tile_n: int, stream: bool
 ) -> WgmmaConfig:
     slot = (64 * groups + tile_n) * TILE_K
     stages = min(8, 180_000 // slot)
     widest = (groups, tile_n) == (3, 128)
-    # Clusters of two share operands, and begin and end together: what they gain where outputs are
-    # large, blocks of 128 lose.
+    # Clusters of two share operands, but begin and end together: a gain where outputs are large. Of
+    # those of blocks of 128 that were tuned on an H200 with interleaved tiles none has clusters.
     share = 2 if widest and problem.block != TILE_K and problem.m * problem.n >= 1 << 27 else 1
     return WgmmaConfig(
         groups=groups,
