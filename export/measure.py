@@ -22,7 +22,7 @@ from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.plan import Case
 from jetfire.measure.results import Row
-from jetfire.measure.runner import sample_ms_of, sets_of, timed
+from jetfire.measure.runner import sets_of, timed
 
 LAUNCH = "launch"  # what a row compares with: `Kernel.launch`
 ROUNDS = 20
@@ -135,9 +135,7 @@ def _row(
         name: [partial(function, tuned.problem, *tensors) for tensors in sets]
         for name, function in calls.items()
     }
-    timings = timer.time_calls(
-        variants, where, ROUNDS, sample_ms_of(case, device), monitor=Nvml.open(where)
-    )
+    timings = timer.time_calls(variants, where, ROUNDS, monitor=Nvml.open(where))
     row = timed(case, row, timings[target_name], peaks)
     return replace(row, vs_peer={LAUNCH: timings[LAUNCH].ms / timings[target_name].ms})
 

@@ -26,7 +26,6 @@ from jetfire.measure.proof import Guard, Sets
 from jetfire.measure.results import MOST_ROWS, Row, problem_text
 from jetfire.measure.timer import Timing
 
-LONG_FLOPS = 1e11
 # Sets of inputs for kernels with stages. A stage moves fewer bytes than the whole launch; with so
 # many sets even the smallest one worth a figure, 4608×5120 nibbles to bytes (35 MB), finds an
 # H200's L2 cache cold.
@@ -42,8 +41,7 @@ class Options:
         kernels, peers: names to keep; None keeps all.
         config: config fields that replace the profile's or the default's.
         data: the inputs' distribution, as `jetfire.measure.data.Source` takes it.
-        rounds, sample_ms, budget_s, power_ms: as in `jetfire.measure.timer.time_calls`; where
-            sample_ms is None, `sample_ms_of` says it.
+        rounds, sample_ms, budget_s, power_ms: as in `jetfire.measure.timer.time_calls`.
         schedules: measure each schedule of the kernels that have several, and no other kernel.
         debug: print the traceback of a kernel or a peer that fails.
     """
@@ -54,7 +52,7 @@ class Options:
     data: str = "normal"
     seed: int = 0
     rounds: int = 20
-    sample_ms: float | None = None
+    sample_ms: float = timer.SAMPLE_MS
     budget_s: float = 30.0
     power_ms: float = 200.0
     schedules: bool = False
@@ -188,18 +186,6 @@ def check_rows(work: Sequence[tuple[Case, Options]], there: int) -> None:
         )
 
 
-def sample_ms_of(case: Case, device: Device) -> float:
-    """Return a sample's length: 2 ms, or 50 for a product of 10^11 operations or more on a GPU.
-
-    Such a product would draw more power than the GPU is allowed, so the clock falls. In samples of
-    2 ms it runs at the clock that the variants before it have left; within 50 ms the clock adapts
-    in part. (A GEMM at 8192³ that alone holds 1785 MHz ran, by its cycles, at about 1570 between
-    cuBLAS and FP8.)
-    """
-    long = device.kind == "cuda" and case.op.flops(case.problem) >= LONG_FLOPS
-    return 50.0 if long else 2.0
-
-
 def sets_of(case: Case, device: Device) -> int:
     """Return the number of input sets to rotate among."""
     sets = timer.input_sets(case.op.bytes(case.problem), device.l2_bytes)
@@ -320,7 +306,7 @@ class Runner:
             {**variants, **peers},
             where,
             options.rounds,
-            options.sample_ms or sample_ms_of(case, self.device),
+            options.sample_ms,
             budget_s=options.budget_s,
             monitor=self.monitor,
             power_ms=options.power_ms,

@@ -3,7 +3,8 @@
 Every variant is captured once in a CUDA graph of `repeats` calls that walk over its input sets. So
 the host's launch cost is out of the figure, and no call finds its inputs in the L2 cache. The
 graphs are then replayed in turn, one of each per round, so that a drift of clock or power hits all
-alike. Each replay is one sample. On the CPU the same loop reads the host's clock.
+alike. Each replay is one sample. A GPU at its power cap first runs each variant until the clock is
+the one that this variant leaves it. On the CPU the same loop reads the host's clock.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from typing import Protocol
 import numpy as np
 import torch
 
-VERSION = 5
-WARM_MS = 60.0  # an idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz
+VERSION = 6
+SAMPLE_MS = 2.0
+# An idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz, and some more to
+# find that it draws too much.
+WARM_MS = 100.0
 # A GPU that comes to its power cap lowers its clock by more than it must, for some tenths of a
 # second: large GEMMs on an H100 ran at 1440 MHz from 60 ms on, and at 1620 to 1755 from 500 on.
 SETTLED_MS = 500.0
+# At its cap a GPU's clock follows what runs, within 50 ms. On an H200 a GEMM that came after cuBLAS
+# in BF16 took 1.13, 1.04 and 1.00 times its time in each 20 ms, and cuBLAS after it 0.89, 0.95 and
+# 0.99. With samples of 50 ms in turn, cuBLAS took 1.54 times the GEMM's time, from 200 ms on 1.76,
+# and 1.78 where each had run by itself, as it does in a training.
+ADAPT_MS = 100.0
 LEAST_ROUNDS = 3
 # The device idles this long ahead of a sample, so that the host has launched the whole of it before
 # its first kernel starts: 50 us at 2 GHz.
@@ -152,6 +161,7 @@ class _Variant:
         self.capture = capture
         self.untimed = untimed
         self.agree = agree
+        self.ms = math.inf  # of the last sample
         self.samples: list[float] = []
         self.clocks: list[float] = []
         self.reasons: set[str] = set()
@@ -218,7 +228,13 @@ class _Variant:
                 self.clocks.append(clock)
                 self.reasons.update(monitor.throttle_reasons() or ())
         stop.synchronize()
-        return self.agree(start.elapsed_time(stop) / self.repeats)
+        self.ms = self.agree(start.elapsed_time(stop) / self.repeats)
+        return self.ms
+
+    def adapt(self, ms: float) -> None:
+        """Run for so long, without a wait, ahead of a sample."""
+        for _ in range(math.ceil(ms / (self.ms * self.repeats))):
+            self.run()
 
     def held_down(self, monitor: Monitor | None) -> bool:
         """Return whether something holds the clock down while it runs."""
@@ -291,8 +307,12 @@ class _Rounds:
 
 def _warm(
     variants: Sequence[_Variant], monitor: Monitor | None, warm_ms: float, agree: Agree
-) -> None:
-    """Run all variants in turn, and where the clock is then held down until it has settled."""
+) -> bool:
+    """Run all variants in turn, and where the clock is then held down until it has settled.
+
+    Returns:
+        Whether it is held down.
+    """
     begin = time.perf_counter()
 
     def run(least_ms: float) -> None:
@@ -301,10 +321,13 @@ def _warm(
                 variant.elapsed()
 
     run(warm_ms)
-    if warm_ms > 0:
-        held = [variant.held_down(monitor) for variant in variants]  # all, as other processes do
-        if agree(float(any(held))):
-            run(SETTLED_MS)
+    if warm_ms <= 0:
+        return False
+    held = [variant.held_down(monitor) for variant in variants]  # all, as other processes do
+    if not agree(float(any(held))):
+        return False
+    run(SETTLED_MS)
+    return True
 
 
 def _time_cuda(
@@ -322,9 +345,11 @@ def _time_cuda(
         name: _Variant(calls, sample_ms, capture, untimed, until.agree)
         for name, calls in variants.items()
     }
-    _warm(list(prepared.values()), monitor, warm_ms, until.agree)
+    held = _warm(list(prepared.values()), monitor, warm_ms, until.agree)
+    adapt_ms = ADAPT_MS if held and len(prepared) > 1 else 0.0
     for _ in until([variant.samples for variant in prepared.values()]):
         for variant in prepared.values():
+            variant.adapt(adapt_ms)
             variant.samples.append(variant.elapsed(monitor))
     found = {}
     for name, variant in prepared.items():
@@ -370,7 +395,7 @@ def time_calls(
     variants: Mapping[str, Sequence[Call]],
     device: torch.device,
     rounds: int = 20,
-    sample_ms: float = 2.0,
+    sample_ms: float = SAMPLE_MS,
     *,
     budget_s: float = math.inf,
     max_noise: float | None = None,
@@ -392,7 +417,8 @@ def time_calls(
         sample_ms: the least length of a sample, in milliseconds.
         budget_s: seconds after which no further round begins, once `least_rounds` are done.
         max_noise: no further round begins once no variant has more `noise` than this.
-        monitor: reads the clock beside every sample on a GPU.
+        monitor: reads the clock beside every sample on a GPU, and whether it is held down: then
+            each variant runs for `ADAPT_MS` before its sample. Without one neither is known.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
         warm_ms: how long a GPU runs all of them beforehand, if it is more than 0 at least half a

@@ -199,8 +199,48 @@ class Warmed:
 )
 def test_a_clock_that_is_held_down_settles_first(clock, reasons, monitor, warm_ms, ran):
     variants = [Warmed(clock, ()), Warmed(clock, reasons)]
-    timer._warm(variants, monitor, warm_ms, lambda value: value)
+    held = timer._warm(variants, monitor, warm_ms, lambda value: value)
     assert [variant.ran for variant in variants] == [ran, ran]
+    assert held == (ran > 0 and monitor is not None and bool(reasons))
+
+
+class Sampled(timer._Variant):
+    """A variant of 4 ms whose runs and samples are written down."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.repeats, self.graph = name, log, 2, None
+        self.ms, self.samples, self.clocks, self.reasons = math.inf, [], [], set()
+
+    def run(self) -> None:
+        self.log.append(self.name)
+
+    def elapsed(self, monitor: object = None) -> float:
+        self.log.append(f"{self.name} sample")
+        self.ms = 2.0
+        return self.ms
+
+    def again(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("names", "held", "ahead"), [("ab", True, 25), ("ab", False, 0), ("a", True, 0)]
+)
+def test_at_the_power_cap_each_variant_runs_ahead_of_its_sample(monkeypatch, names, held, ahead):
+    log: list[str] = []
+    made = iter([Sampled(name, log) for name in names])
+
+    def warm(variants: list[Sampled], *_: object) -> bool:
+        for variant in variants:
+            variant.elapsed()
+        log.clear()
+        return held
+
+    monkeypatch.setattr(timer, "_Variant", lambda *_: next(made))
+    monkeypatch.setattr(timer, "_warm", warm)
+    until = timer._Rounds(2, 1, math.inf, None, lambda value: value)
+    timer._time_cuda({n: [] for n in names}, until, 4.0, None, 0, True, 1, 0, lambda *_: None)
+    assert log == [said for n in names for said in (*[n] * ahead, f"{n} sample")] * 2
 
 
 @pytest.mark.gpu

@@ -20,7 +20,6 @@ from jetfire.core.op import Check, Op
 from jetfire.core.tensors import Tensors
 from jetfire.measure.nvml import Nvml
 from jetfire.measure.proof import Guard, Sets
-from jetfire.measure.runner import LONG_FLOPS
 from jetfire.measure.timer import Call, Timing, input_sets, time_calls
 from jetfire.tuner.trial import Comparison, Measurement, Outcome
 
@@ -79,8 +78,7 @@ class Bench:
         self.inputs = self.sets.draw(job.seed)  # to check on: a proof draws those of the sets anew
         self.expected = op.reference(problem, self.inputs)
         self.guard = Guard(device)
-        self.monitor = Nvml.open(where) if job.energy else None
-        self.sample_ms = 10.0 if op.flops(problem) >= LONG_FLOPS else 1.0
+        self.monitor = Nvml.open(where)
         self.least_ms = float("inf")
         self.bits = None if job.same_bits is None else self._bits_of(job.same_bits)
 
@@ -106,12 +104,10 @@ class Bench:
             calls,
             where,
             rounds=self._rounds(7),
-            sample_ms=self.sample_ms,
-            warm_ms=20.0,
             budget_s=5.0,
             max_noise=self.job.max_noise,
             monitor=self.monitor,
-            power_ms=POWER_MS if self.monitor else 0.0,
+            power_ms=POWER_MS if self.job.energy else 0.0,
         )["config"]
         return Measurement("ok", timing.ms, timing.ms_p20, timing.ms_p80, timing.joules)
 
@@ -203,7 +199,7 @@ class Bench:
         wrong = self._failed(sound, prove)
         failed |= {config: f"{reason}, after timing" for config, reason in wrong.items()}
         for config in sound:
-            if config not in failed and self.monitor and not timings[str(config)].energies:
+            if config not in failed and self.job.energy and not timings[str(config)].energies:
                 failed[config] = "its power could not be read"
         right = [config for config in sound if config not in failed]
         return Comparison(
@@ -221,15 +217,15 @@ class Bench:
         timed: Callable[[str, Call], object],
     ) -> dict[str, Timing]:
         """Time variants; `timed` as `time_calls` has it."""
-        where, sample_ms = self.device.torch_device, 2 * self.sample_ms
-        if self.monitor is None:
+        where = self.device.torch_device
+        if not self.job.energy:
             return time_calls(
                 variants,
                 where,
                 self._rounds(rounds),
-                sample_ms,
                 budget_s=budget_s,
                 max_noise=self.job.max_noise,
+                monitor=self.monitor,
                 least_rounds=LEAST_ROUNDS,
                 timed=timed,
             )
@@ -239,7 +235,6 @@ class Bench:
                 variants,
                 where,
                 LEAST_ROUNDS // 2,
-                sample_ms,
                 monitor=self.monitor,
                 power_ms=POWER_MS,
                 timed=timed,
