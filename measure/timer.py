@@ -22,9 +22,9 @@ import torch
 
 VERSION = 6
 SAMPLE_MS = 2.0
-# An idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz, and some more to
-# find that it draws too much.
-WARM_MS = 100.0
+# An idle H200 takes tens of milliseconds to raise its clock from 345 to 1980 MHz, and 125 to 190 to
+# say that it draws too much.
+WARM_MS = 300.0
 # A GPU that comes to its power cap lowers its clock by more than it must, for some tenths of a
 # second: large GEMMs on an H100 ran at 1440 MHz from 60 ms on, and at 1620 to 1755 from 500 on.
 SETTLED_MS = 500.0

@@ -359,23 +359,25 @@ def test_defaults_stream_where_few_tiles_or_a_part_of_a_wave_would_leave_blocks_
 def test_defaults_do_not_stream_where_tiles_would_share_nothing_in_l2():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
-    for m, n in ((2048, 1600), (8192, 1152)):  # an output head's input gradient
+    for m, n in ((2048, 1600), (8192, 1344)):  # an output head's input gradient
         assert streams(m, n, 16384, block=128, out="bf16")
         assert not streams(m, n, 50304, block=128, out="bf16")
         for l2_bytes in (0, 1 << 30):  # unknown, and one that all of it fits
             found = dataclasses.replace(HOPPER, l2_bytes=l2_bytes)
             assert cost.fastest(KERNEL, OP.Problem(m, n, 50304, block=128), found).stream
-    assert streams(4352, 4096, 22016, block=128, out="bf16")
+    assert streams(2816, 4096, 22016, block=128, out="bf16")
 
 
-def test_defaults_share_operands_of_large_outputs_but_of_blocks_of_128():
+def test_defaults_share_operands_of_blocks_of_128_and_of_large_outputs():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
     for block, m, n, share in (
         (32, 16384, 4096, 1),
         (32, 16384, 8192, 2),
         (64, 8192, 50304, 2),
-        (128, 8192, 50304, 1),
+        (128, 8192, 50304, 2),
+        (128, 8192, 4096, 2),
+        (128, 1024, 1024, 1),
     ):
         config = cost.fastest(KERNEL, OP.Problem(m, n, 4096, block=block), HOPPER)
         assert (config.cluster_n, config.raster) == (share, 8 * share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
 
 Fast = Literal["telescoped", "interleaved"]
 # Microseconds of a step and of a tile's ends in the interleaved schedule, as block_gemm's in the
-# telescoped one. Its groups end tiles at the same time: with TILE_US alone the model would choose
-# it for 8192×4096×1024, where `jetfire tune gemm --workload gpt2-350m` on an H200 did not.
-INTERLEAVED_US = {(2, 64): 0.25, (2, 96): 0.35, (2, 128): 0.39}
-INTERLEAVED_TILE_US = TILE_US + 0.15
+# telescoped one: such that the ratio of the two is that of 27 products of 20 to 2000 µs, with
+# clusters of two, on an H200 at its power cap. There the steps, whose products follow each other
+# more closely, lose a tenth of what they gain at a fixed clock.
+INTERLEAVED_US = {(2, 64): 0.275, (2, 96): 0.385, (2, 128): 0.43}
+INTERLEAVED_TILE_US = TILE_US - 0.2
+# Clusters of two fetch a part of A once. That saves energy, hence time at the power cap: these 27
+# took 0.91 to 1.01 times as long as without, of telescoped tiles 0.97 in the geometric mean, of
+# interleaved ones 0.95. Clusters of four took 1.3 to 1.8 times as long.
+SHARED_GAIN = 0.96
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
 # microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
 # an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
@@ -48,8 +54,10 @@ def fastest(
     """
 
     def price(config: WgmmaConfig) -> float:
-        gain = INTERLEAVED_STREAM_GAIN if config.chains > 1 else STREAM_GAIN
-        return _microseconds(problem, config, device) * (gain if config.stream else 1)
+        us = _microseconds(problem, config, device)
+        if config.stream:
+            return us * (INTERLEAVED_STREAM_GAIN if config.chains > 1 else STREAM_GAIN)
+        return us * (SHARED_GAIN if problem.block == TILE_K and config.cluster > 1 else 1)
 
     candidates = [c for c in _candidates(problem) if schedule in (None, c.schedule)]
     found: WgmmaConfig = hopper.fastest(kernel, problem, device, candidates, price)
@@ -63,7 +71,15 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
         tiles += [("interleaved", *tile) for tile in INTERLEAVED_US]
     # Transposed codes beside the sums of other blocks spill: a default does not.
     streams = (False,) if problem.layout != "q" else (False, True)
-    return [_candidate(problem, *tile, stream) for tile in tiles for stream in streams]
+    found = [_candidate(problem, *tile, stream) for tile in tiles for stream in streams]
+    if problem.block == TILE_K:
+        found += [replace(c, cluster_n=2, raster=16) for c in found if _widest(c) and not c.stream]
+    return found
+
+
+def _widest(config: WgmmaConfig) -> bool:
+    """Return whether a tile is the largest of its schedule."""
+    return (config.groups, config.tile_n) == (2 if config.chains > 1 else 3, 128)
 
 
 def _candidate(
@@ -72,8 +88,7 @@ def _candidate(
     slot = (64 * groups + tile_n) * TILE_K
     stages = min(8, 180_000 // slot)
     widest = (groups, tile_n) == (3, 128)
-    # Clusters of two share operands, but begin and end together: a gain where outputs are large. Of
-    # those of blocks of 128 that were tuned on an H200 with interleaved tiles none has clusters.
+    # In smaller blocks a gain where outputs are large.
     share = 2 if widest and problem.block != TILE_K and problem.m * problem.n >= 1 << 27 else 1
     return WgmmaConfig(
         groups=groups,
