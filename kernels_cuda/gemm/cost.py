@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
 Fast = Literal["telescoped", "interleaved"]
 # Microseconds of a step and of a tile's ends in the interleaved schedule, as block_gemm's in the
-# telescoped one: such that the ratio of the two is that of 27 products of 20 to 2000 µs, with
-# clusters of two, on an H200 at its power cap. There the steps, whose products follow each other
-# more closely, lose a tenth of what they gain at a fixed clock.
+# telescoped one, at an H200's power cap. There the steps lose a tenth of what they gain at a fixed
+# clock: products that follow each other more closely draw more power. With these numbers the
+# default was kept in all but one of the 32 products of blocks of 128 that `jetfire train tune`
+# changed for the block of width 4096, its four layers and GPT-2 350M.
 INTERLEAVED_US = {(2, 64): 0.275, (2, 96): 0.385, (2, 128): 0.43}
 INTERLEAVED_TILE_US = TILE_US - 0.2
-# Clusters of two fetch a part of A once. That saves energy, hence time at the power cap: these 27
-# took 0.91 to 1.01 times as long as without, of telescoped tiles 0.97 in the geometric mean, of
-# interleaved ones 0.95. Clusters of four took 1.3 to 1.8 times as long.
+# Clusters of two fetch a part of A once. That saves energy, hence time at the power cap: 0.95 to
+# 0.98 of the time without, in trials of `jetfire train tune block` on an H200.
 SHARED_GAIN = 0.96
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
 # microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
@@ -71,25 +70,32 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
         tiles += [("interleaved", *tile) for tile in INTERLEAVED_US]
     # Transposed codes beside the sums of other blocks spill: a default does not.
     streams = (False,) if problem.layout != "q" else (False, True)
-    found = [_candidate(problem, *tile, stream) for tile in tiles for stream in streams]
+    return [
+        _candidate(problem, *tile, stream, share)
+        for tile in tiles
+        for stream in streams
+        for share in _shares(problem, *tile, stream)
+    ]
+
+
+def _shares(
+    problem: GemmProblem, schedule: Fast, groups: int, tile_n: int, stream: bool
+) -> tuple[int, ...]:
+    """Return how many blocks a cluster may have: two with the largest tile of a schedule alone."""
+    if (groups, tile_n) != (2 if schedule == "interleaved" else 3, 128):
+        return (1,)
     if problem.block == TILE_K:
-        found += [replace(c, cluster_n=2, raster=16) for c in found if _widest(c) and not c.stream]
-    return found
-
-
-def _widest(config: WgmmaConfig) -> bool:
-    """Return whether a tile is the largest of its schedule."""
-    return (config.groups, config.tile_n) == (2 if config.chains > 1 else 3, 128)
+        return (1,) if stream else (1, 2)
+    # In smaller blocks clusters are a gain where outputs are large.
+    return (2,) if problem.m * problem.n >= 1 << 27 else (1,)
 
 
 def _candidate(
-    problem: GemmProblem, schedule: Fast, groups: int, tile_n: int, stream: bool
+    problem: GemmProblem, schedule: Fast, groups: int, tile_n: int, stream: bool, share: int
 ) -> WgmmaConfig:
     slot = (64 * groups + tile_n) * TILE_K
     stages = min(8, 180_000 // slot)
-    widest = (groups, tile_n) == (3, 128)
-    # In smaller blocks a gain where outputs are large.
-    share = 2 if widest and problem.block != TILE_K and problem.m * problem.n >= 1 << 27 else 1
+    takes_turns = problem.block == TILE_K and (groups, tile_n) == (3, 128)
     return WgmmaConfig(
         groups=groups,
         tile_n=tile_n,
@@ -97,7 +103,7 @@ def _candidate(
         buffers=1 if stages * slot > 170_000 else 2,
         cluster_n=share,
         raster=8 * share,
-        in_flight=2 if widest and problem.block == TILE_K else 0,
+        in_flight=2 if takes_turns else 0,
         stream=stream,
         schedule=schedule,
     )
