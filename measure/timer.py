@@ -3,8 +3,8 @@
 Every variant is captured once in a CUDA graph of `repeats` calls that walk over its input sets. So
 the host's launch cost is out of the figure, and no call finds its inputs in the L2 cache. The
 graphs are then replayed in turn, one of each per round, so that a drift of clock or power hits all
-alike. Each replay is one sample. A GPU at its power cap first runs each variant until the clock is
-the one that this variant leaves it. On the CPU the same loop reads the host's clock.
+alike. Each replay is one sample. On a GPU at its power cap a variant first runs until the clock has
+settled at what its own power allows. On the CPU the same loop reads the host's clock.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ WARM_MS = 300.0
 # A GPU that comes to its power cap lowers its clock by more than it must, for some tenths of a
 # second: large GEMMs on an H100 ran at 1440 MHz from 60 ms on, and at 1620 to 1755 from 500 on.
 SETTLED_MS = 500.0
-# At its cap a GPU's clock follows what runs, within 50 ms. On an H200 a GEMM that came after cuBLAS
-# in BF16 took 1.13, 1.04 and 1.00 times its time in each 20 ms, and cuBLAS after it 0.89, 0.95 and
-# 0.99. With samples of 50 ms in turn, cuBLAS took 1.54 times the GEMM's time, from 200 ms on 1.76,
-# and 1.78 where each had run by itself, as it does in a training.
+# At its power cap a GPU's clock follows what runs, within 50 ms. In shorter turns a variant runs at
+# the clock that the one before it has left: on an H200 a GEMM after cuBLAS in BF16 took 1.13, 1.04
+# and 1.00 times its settled time in each 20 ms, by a scratch program that is not kept.
 ADAPT_MS = 100.0
 LEAST_ROUNDS = 3
 # The device idles this long ahead of a sample, so that the host has launched the whole of it before
@@ -417,8 +416,8 @@ def time_calls(
         sample_ms: the least length of a sample, in milliseconds.
         budget_s: seconds after which no further round begins, once `least_rounds` are done.
         max_noise: no further round begins once no variant has more `noise` than this.
-        monitor: reads the clock beside every sample on a GPU, and whether it is held down: then
-            each variant runs for `ADAPT_MS` before its sample. Without one neither is known.
+        monitor: reads the clock beside every sample on a GPU. Where it says that the clock is held
+            down, each of several variants runs for `ADAPT_MS` before its sample.
         power_ms: how long to run each variant without pause for its power; 0 reads none.
         capture: replay CUDA graphs; without, launches are in the figure.
         warm_ms: how long a GPU runs all of them beforehand, if it is more than 0 at least half a
