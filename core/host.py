@@ -70,6 +70,10 @@ class Host(ABC):
         """Return nvcc's name of an architecture, such as ``90``."""
         return f"{capability[0]}{capability[1]}"
 
+    def exported(self, config: Any) -> Any:
+        """Return the config that an export has in place of a tuned one: the same, if it can."""
+        return config
+
     def threads_named(self, problem: Any, config: Any) -> tuple[str, ...]:
         """Return the threads per block of each function, in the source's constants."""
         return (self.threads,)

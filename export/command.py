@@ -35,6 +35,10 @@ def run(asked: ExportOptions) -> None:
         not_run = f"built; not run: no GPU of {architecture} here"
         done = "built; self-test passed" if plan.runs_here else not_run
     note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
+    if not all(tuned.own for tuned in plan.tuned):
+        note(
+            "tuned configs of two launches at once were exported as one launch, which takes longer"
+        )
     for row in rows:
         note(_speed(row))
     slow = [f"{_sizes(row)} {_ratio(row):.3f}×" for row in rows if _ratio(row) < LEAST_SPEED]

@@ -81,7 +81,7 @@ class Origin:
 def origin(plan: ExportPlan, tuned: TunedProblem) -> Origin:
     """Say where a problem's config comes from, in words."""
     entry, problem = tuned.entry, tuned.problem
-    exact = entry.problem == problem.as_dict()
+    exact = tuned.own and entry.problem == problem.as_dict()
     nearest = "×".join(map(str, plan.sizes_tuned(tuned).values()))
     return Origin(
         tuple(plan.sizes(problem).values()),

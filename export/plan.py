@@ -37,11 +37,13 @@ class TunedProblem:
 
     Attributes:
         entry: the profile's, of this problem or of the nearest one.
+        own: the config is the entry's; else it is what an export has in its place.
     """
 
     problem: Any
     config: Any
     entry: Entry
+    own: bool = True
 
     @property
     def where(self) -> Foreign:
@@ -154,7 +156,9 @@ def _tuned(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
             f"{command_for(op, problem)} --kernel {kernel.name}"
         )
     report(op, kernel, problem, device, found)
-    return TunedProblem(problem, found.config, found.entry)
+    host = hosts(op.name).get(kernel.name)
+    config = host.exported(found.config) if host else found.config
+    return TunedProblem(problem, config, found.entry, own=config == found.config)
 
 
 def _has_form(kernel: Kernel) -> bool:

@@ -22,6 +22,9 @@ SWIZZLES = {32: 1, 64: 2, 128: 3}
 PROMOTE_TO_256_BYTES = 3
 NO_MAP = bytes(128)
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+# CUlaunchAttributeID (CUDA driver API, "Data types used by CUDA driver").
+CLUSTER_DIMENSION = 4
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class DriverError(JetfireError):
@@ -105,6 +108,30 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an ID and 64 bytes of value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def _checked(name: str, code: int) -> None:
+    if code:
+        raise DriverError(f"{name}: error {code}")
+
+
 class Function:
     """A kernel of a cubin, loaded on a device."""
 
@@ -139,6 +166,52 @@ class Function:
             return
         stream = _stream(torch._C._cuda_getCurrentRawStream(self._device))
         self._function((blocks, 1, 1), (threads, 1, 1), arguments, self._shared_bytes, stream)
+
+    def launch_beside(self, blocks: int, threads: int, argument: np.ndarray) -> None:
+        """Launch it to run beside the launch before it on the device's current torch stream.
+
+        It starts once every block of that one has ended or called `start_next` (launches.cuh). It
+        must call `wait_for_previous`, so that what comes after it comes after both.
+
+        Args:
+            argument: the kernel's only one, a struct.
+        """
+        import torch
+
+        with torch.cuda.device(self._device):
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            config = self._config(blocks, threads, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+            config.stream = stream
+            addresses = (ctypes.c_void_p * 1)(argument.ctypes.data)
+            handle = ctypes.c_void_p(self._function.ptr)
+            code = _libcuda().cuLaunchKernelEx(ctypes.byref(config), handle, addresses, None)
+            _checked("cuLaunchKernelEx", code)
+
+    def clusters(self, size: int, threads: int) -> int:
+        """Count the clusters of `size` blocks that the device holds at once."""
+        import torch
+
+        found = ctypes.c_int()
+        with torch.cuda.device(self._device):
+            config = self._config(size, threads, CLUSTER_DIMENSION, size, 1, 1)
+            handle = ctypes.c_void_p(self._function.ptr)
+            code = _libcuda().cuOccupancyMaxActiveClusters(
+                ctypes.byref(found), handle, ctypes.byref(config)
+            )
+            _checked("cuOccupancyMaxActiveClusters", code)
+        return found.value
+
+    def _config(self, blocks: int, threads: int, attribute: int, *value: int) -> _LaunchConfig:
+        """Return a launch with one attribute."""
+        words = (ctypes.c_uint * 16)(*value)
+        return _LaunchConfig(
+            (ctypes.c_uint * 3)(blocks, 1, 1),
+            (ctypes.c_uint * 3)(threads, 1, 1),
+            self._shared_bytes,
+            None,
+            ctypes.pointer(_Attribute(attribute, 0, words)),
+            1,
+        )
 
 
 class _Stream:

@@ -71,7 +71,7 @@ WGMMA = [
     ),
     (
         fields(block=128, out="int8", layout="both", rounding="stochastic"),
-        WgmmaConfig(2, cluster_m=2, cluster_n=2),
+        WgmmaConfig(2, cluster_m=2),
     ),
     (fields(m=4090, out="int8", layout="both"), WgmmaConfig(4, tile_n=32)),
     (fields(n=4090, out="int8", layout="qt"), WgmmaConfig(4, tile_n=64)),
@@ -151,6 +151,7 @@ def test_constants_are_those_of_the_config():
         "CLUSTER_M": "2",
         "CLUSTER_N": "1",
         "RASTER": "16",
+        "BAND": "0",
         "IN_FLIGHT": "1",
         "STREAM": "false",
         "TELESCOPED": "true",

@@ -1,8 +1,9 @@
-"""The sm_90a kernel's config, and how many clusters and whole tiles a launch of it has."""
+"""The sm_90a kernel's config, and what a launch of it has: clusters, whole tiles, rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jetfire.core.tensors import ceil_div
@@ -29,6 +30,57 @@ class WgmmaConfig(BlockGemmConfig):
     """
 
     stream: bool = False
+
+    @property
+    def banded(self) -> bool:
+        """Whether a launch is two, of which each has a band of rows.
+
+        Clusters of more than two do not fill a device: an H200's 132 multiprocessors hold 30
+        clusters of four or 15 of eight, 120 blocks. The second launch is of clusters of two, on the
+        multiprocessors that are left over.
+        """
+        return self.cluster > 2 and not self.stream
+
+    @property
+    def below(self) -> WgmmaConfig:
+        """The config of the second launch."""
+        return replace(self, cluster_m=1, cluster_n=2)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """How rows are dealt out to large clusters and to those of two beside them.
+
+    Attributes:
+        border: rows of the large ones, from the first on.
+        turns: tiles that a block computes at most, one after the other.
+        share: the same if tiles could be divided.
+    """
+
+    border: int
+    turns: int
+    share: float
+
+
+def bands(problem: GemmProblem, config: WgmmaConfig, large: int, others: int) -> Bands:
+    """Deal rows out to `large` clusters of a config and `others` of two: to end soonest."""
+    rows = config.tile_m * config.cluster_m
+    count = ceil_div(problem.m, rows)
+    even = count * large * config.cluster // (large * config.cluster + 2 * others)
+
+    def dealt(whole: int) -> Bands:
+        border = min(whole * rows, problem.m)
+        above = config.cluster_tiles(border, problem.n), large
+        below = config.below.cluster_tiles(problem.m - border, problem.n), others
+        work = [(tiles, workers) for tiles, workers in (above, below) if tiles]
+        if not all(workers for _, workers in work):
+            return Bands(border, 1 << 60, math.inf)
+        turns = max(ceil_div(tiles, workers) for tiles, workers in work)
+        return Bands(border, turns, max(tiles / workers for tiles, workers in work))
+
+    near = range(max(even - 2, 0), min(even + 3, count) + 1)
+    found = map(dealt, sorted({*near, 0, count}))
+    return min(found, key=lambda bands: (bands.turns, bands.share))
 
 
 def clusters(problem: GemmProblem, config: WgmmaConfig, processors: int) -> int:

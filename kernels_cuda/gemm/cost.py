@@ -9,7 +9,7 @@ from jetfire.core.device import Device
 from jetfire.core.tensors import ceil_div
 from jetfire.kernels_cuda import hopper
 from jetfire.kernels_cuda.block_gemm import STEP_US, TILE_US
-from jetfire.kernels_cuda.gemm.config import WgmmaConfig, clusters, whole_tiles
+from jetfire.kernels_cuda.gemm.config import WgmmaConfig, bands, clusters, whole_tiles
 from jetfire.kernels_cuda.hopper import TILE_K, WgmmaKernel
 
 if TYPE_CHECKING:
@@ -18,14 +18,22 @@ if TYPE_CHECKING:
 Fast = Literal["telescoped", "interleaved"]
 # Microseconds of a step and of a tile's ends in the interleaved schedule, as block_gemm's in the
 # telescoped one, at an H200's power cap. There the steps lose a tenth of what they gain at a fixed
-# clock: products that follow each other more closely draw more power. With these numbers the
-# default was kept in all but one of the 32 products of blocks of 128 that `jetfire train tune`
-# changed for the block of width 4096, its four layers and GPT-2 350M.
+# clock: products that follow each other more closely draw more power. With these numbers, and at
+# most two blocks per cluster, the default was kept in all but one of the 32 products of blocks of
+# 128 that `jetfire train tune` changed for the block of width 4096, its four layers and GPT-2 350M.
 INTERLEAVED_US = {(2, 64): 0.275, (2, 96): 0.385, (2, 128): 0.43}
 INTERLEAVED_TILE_US = TILE_US - 0.2
-# Clusters of two fetch a part of A once. That saves energy, hence time at the power cap: 0.95 to
-# 0.98 of the time without, in trials of `jetfire train tune block` on an H200.
-SHARED_GAIN = 0.96
+# What blocks of a cluster fetch once saves energy, hence time at the power cap: clusters of two
+# take 0.95 to 0.98 of the time without, in trials of `jetfire train tune block` on an H200, and
+# clusters of eight 0.96 to 0.98 of that for eight of its twelve products, 1 for the others.
+SHARED_GAIN = {1: 1.0, 2: 0.96, 8: 0.93}
+# What the second of two launches adds, not measured: products of some 20 µs keep clusters of two.
+SECOND_US = 3.0
+# Rows of cluster tiles that are walked column by column, by a cluster's blocks.
+RASTERS: dict[Fast, dict[int, int]] = {
+    "telescoped": {1: 8, 2: 16, 8: 4},
+    "interleaved": {1: 8, 2: 16, 8: 16},
+}
 # For each further part of a tile a wait, and sums that are written and read at so many bytes per
 # microsecond of a block. Fitted to what `stream` changed of nine problems with three tiles each on
 # an H200 (blocks of 128, three outputs): off by 1.1 µs in the median, and by 2.9 with 1 µs a part.
@@ -56,7 +64,7 @@ def fastest(
         us = _microseconds(problem, config, device)
         if config.stream:
             return us * (INTERLEAVED_STREAM_GAIN if config.chains > 1 else STREAM_GAIN)
-        return us * (SHARED_GAIN if problem.block == TILE_K and config.cluster > 1 else 1)
+        return us * (SHARED_GAIN[config.cluster] if problem.block == TILE_K else 1)
 
     candidates = [c for c in _candidates(problem) if schedule in (None, c.schedule)]
     found: WgmmaConfig = hopper.fastest(kernel, problem, device, candidates, price)
@@ -71,27 +79,32 @@ def _candidates(problem: GemmProblem) -> list[WgmmaConfig]:
     # Transposed codes beside the sums of other blocks spill: a default does not.
     streams = (False,) if problem.layout != "q" else (False, True)
     return [
-        _candidate(problem, *tile, stream, share)
+        _candidate(problem, *tile, stream, cluster)
         for tile in tiles
         for stream in streams
-        for share in _shares(problem, *tile, stream)
+        for cluster in _clusters(problem, *tile, stream)
     ]
 
 
-def _shares(
+def _clusters(
     problem: GemmProblem, schedule: Fast, groups: int, tile_n: int, stream: bool
-) -> tuple[int, ...]:
-    """Return how many blocks a cluster may have: two with the largest tile of a schedule alone."""
+) -> tuple[tuple[int, int], ...]:
+    """Return blocks of a cluster, down and across: of the largest tile of a schedule alone."""
     if (groups, tile_n) != (2 if schedule == "interleaved" else 3, 128):
-        return (1,)
+        return ((1, 1),)
     if problem.block == TILE_K:
-        return (1,) if stream else (1, 2)
+        return ((1, 1),) if stream else ((1, 1), (1, 2), (2, 4))
     # In smaller blocks clusters are a gain where outputs are large.
-    return (2,) if problem.m * problem.n >= 1 << 27 else (1,)
+    return ((1, 2),) if problem.m * problem.n >= 1 << 27 else ((1, 1),)
 
 
 def _candidate(
-    problem: GemmProblem, schedule: Fast, groups: int, tile_n: int, stream: bool, share: int
+    problem: GemmProblem,
+    schedule: Fast,
+    groups: int,
+    tile_n: int,
+    stream: bool,
+    cluster: tuple[int, int],
 ) -> WgmmaConfig:
     slot = (64 * groups + tile_n) * TILE_K
     stages = min(8, 180_000 // slot)
@@ -101,8 +114,9 @@ def _candidate(
         tile_n=tile_n,
         stages=stages,
         buffers=1 if stages * slot > 170_000 else 2,
-        cluster_n=share,
-        raster=8 * share,
+        cluster_m=cluster[0],
+        cluster_n=cluster[1],
+        raster=RASTERS[schedule][cluster[0] * cluster[1]],
         in_flight=2 if takes_turns else 0,
         stream=stream,
         schedule=schedule,
@@ -131,6 +145,8 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     step_us, ends_us = _tile_us(problem, config)
     steps, tiles = ceil_div(problem.k, TILE_K), config.cluster_tiles(problem.m, problem.n)
     workers = device.sms // config.cluster
+    if config.banded:
+        return _turns(problem, config, device) * (steps * step_us + ends_us) + SECOND_US
     if not config.stream or whole_tiles(tiles, workers) == tiles:
         return ceil_div(tiles, workers) * (steps * step_us + ends_us)
     workers = clusters(problem, config, device.sms)
@@ -138,6 +154,12 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     left_us = max(2, parts) * 4 * config.tile_m * config.tile_n / LEFT_BYTES
     even_us = share * step_us + (share / steps + 1) * ends_us + max(1, parts) * PART_US + left_us
     return max(even_us, _reading_us(problem, config, device, tiles))
+
+
+def _turns(problem: GemmProblem, config: WgmmaConfig, device: Device) -> int:
+    """Return the tiles of a block of two launches: an H200's large clusters are 10 of 11 blocks."""
+    large = device.sms * 10 // 11 // config.cluster
+    return bands(problem, config, large, (device.sms - large * config.cluster) // 2).turns
 
 
 def _reading_us(problem: GemmProblem, config: WgmmaConfig, device: Device, tiles: int) -> float:

@@ -50,6 +50,7 @@ WGMMA_NOTES = {
     "CLUSTER_N": "and A",
     "RASTER": "rows of (cluster) tiles that are walked column by column",
     "IN_FLIGHT": "groups that may multiply at once; 0 for all",
+    "BAND": "the rows: 0 all, 1 above a border, 2 below",
     "STREAM": "the last tiles' K is dealt out evenly; blocks share them",
     "MARKED": "a tile's last slot is marked; nobody counts them",
     "TELESCOPED": "sums run on from block to block, see above",
@@ -101,6 +102,10 @@ class WgmmaHost(GemmHost):
 
     def architecture(self, capability: tuple[int, int]) -> str:
         return "90a"
+
+    def exported(self, config: WgmmaConfig) -> WgmmaConfig:
+        """Return a config whose launch is one: that of larger clusters is two, of two kernels."""
+        return config.below if config.banded else config
 
     def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
         path = TmaOutputs.contiguous(problem)

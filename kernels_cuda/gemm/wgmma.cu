@@ -4,6 +4,7 @@
 // What it shares with others by blocks, first of all how they work, is in block_gemm.cuh. Here are
 // the order of tiles and of steps along K, sums that blocks leave each other (STREAM), and codes.
 #include "interleaved.cuh"
+#include "launches.cuh"
 
 struct Arguments {
   TensorMap a, b, out, qt;
@@ -14,7 +15,13 @@ struct Arguments {
   int* flags;
   float4* sums;
   float* squares;  // with SQUARES
+  int border;      // the first row that is BELOW
 };
+
+// The rows that a launch computes. Clusters of more than two do not fill the device: where they
+// compute those ABOVE the border, a second launch, in clusters of two, computes those BELOW it
+// beside the first, on the multiprocessors that are left over.
+enum Band { EVERY_ROW, ABOVE, BELOW };
 
 // A tile, and which of its steps of TILE_K along K.
 struct Part {
@@ -31,7 +38,14 @@ struct Parts {
   int down, across, steps, tile, first = 0;
   int whole;  // tiles that are not dealt out
   int left;   // of the block's share of steps
-  DEVICE explicit Parts(const Arguments& x) : Parts(x.to, x.k) {}
+  int border = 0;
+  DEVICE explicit Parts(const Arguments& x) : Parts(x.to, x.k) {
+    if (BAND == ABOVE) down = ceil_div(x.border, TILE_M * CLUSTER_M);
+    if (BAND == BELOW) {
+      border = x.border;
+      down = ceil_div(to.m - border, TILE_M * CLUSTER_M);
+    }
+  }
   DEVICE Parts(const Target& to, int k)
       : to(to),
         down(ceil_div(to.m, TILE_M * CLUSTER_M)),
@@ -69,7 +83,9 @@ struct Parts {
     return last - int(blockIdx.x) / CLUSTER;
   }
   DEVICE Part part(uint32_t rank) const {
-    return {tile_at(tile, down, across, rank), first, count()};
+    Tile at = tile_at(tile, down, across, rank);
+    if (BAND == BELOW) at.row += border;
+    return {at, first, count()};
   }
 };
 
@@ -379,8 +395,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) start();
+  // It began within another launch: what L1 holds may be older than both.
+  if (BAND == BELOW) __threadfence();
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
+  if (BAND == ABOVE && threadIdx.x == 0) start_next();
   if (group == GROUPS) {
     give_registers<PRODUCER_REGISTERS>();
     if (warp == 0 && lane == 0) load<Slot, Parts>(x);
@@ -389,6 +408,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
     take_registers<CONSUMER_REGISTERS>();
     consume(x, group);
   }
+  if (BAND == BELOW && threadIdx.x == 0) wait_for_previous();
   // A block's shared memory must outlast what its neighbours still send and signal.
   if (CLUSTER > 1) cluster_sync();
 }

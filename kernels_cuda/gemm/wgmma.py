@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +26,7 @@ from jetfire.kernels_cuda.block_gemm import (
 from jetfire.kernels_cuda.compile import header
 from jetfire.kernels_cuda.driver import address
 from jetfire.kernels_cuda.gemm import cost
-from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, clusters
+from jetfire.kernels_cuda.gemm.config import PARTS_A_TILE, WgmmaConfig, bands, clusters
 from jetfire.kernels_cuda.gemm.constants import problem_constants
 from jetfire.kernels_cuda.hopper import (
     TILE_K,
@@ -44,6 +45,14 @@ if TYPE_CHECKING:
     from jetfire.ops.gemm import GemmProblem
 
 SOURCE = Path(__file__).parent / "wgmma.cu"
+
+
+class Band(IntEnum):
+    """The rows that a launch computes: numbers of the source's `enum Band`."""
+
+    EVERY_ROW = 0
+    ABOVE = 1
+    BELOW = 2
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,9 @@ def shared_bytes(problem: GemmProblem, config: WgmmaConfig) -> int:
     return block_gemm.shared_bytes(problem.block, config, staging) + ceil_div(amax, 2) * 8
 
 
-def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Program:
+def program(
+    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, band: Band = Band.EVERY_ROW
+) -> Program:
     """Return the function for outputs of some alignment."""
     consumer, producer = REGISTERS[config.groups]
     shared = shared_bytes(problem, config)
@@ -86,6 +97,7 @@ def program(problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs) -> Prog
         "TMA_OUT": path.out,
         "TMA_QT": path.qt,
         **tile_constants(config),
+        "BAND": band,
         "IN_FLIGHT": config.in_flight,
         "STREAM": config.stream,
         "TELESCOPED": config.telescoped,
@@ -107,8 +119,8 @@ class WgmmaGemm(WgmmaKernel):
         "tile_n": (32, 64, 96, 128, 192),
         "stages": (3, 4, 5, 6, 7, 8),
         "buffers": (1, 2),
-        "cluster_m": (1, 2),
-        "cluster_n": (1, 2),
+        "cluster_m": (1, 2, 4),
+        "cluster_n": (1, 2, 4),
         "raster": (1, 2, 4, 8, 16, 32),
         "in_flight": (0, 1, 2),
         "stream": (False, True),
@@ -152,7 +164,11 @@ class WgmmaGemm(WgmmaKernel):
         return cut_noise(inputs) if config.stream else None
 
     def programs(self, problem: GemmProblem, config: WgmmaConfig) -> list[Program]:
-        return [program(problem, config, TmaOutputs.contiguous(problem))]
+        path = TmaOutputs.contiguous(problem)
+        if not config.banded:
+            return [program(problem, config, path)]
+        above = program(problem, config, path, Band.ABOVE)
+        return [above, program(problem, config.below, path, Band.BELOW)]
 
     def launch(
         self, problem: GemmProblem, config: WgmmaConfig, inputs: Tensors, outputs: Tensors
@@ -160,7 +176,7 @@ class WgmmaGemm(WgmmaKernel):
         a, b = read_by_tma(inputs["a"]), read_by_tma(inputs["b"])
         out, qt = outputs.get("c", outputs.get("q")), outputs.get("qt")
         flags, sums = _workspace(problem, config, a.device)
-        function, blocks, content = _prepare(
+        launches = _prepare(
             problem,
             config,
             Device.of(a),
@@ -180,7 +196,11 @@ class WgmmaGemm(WgmmaKernel):
             address(sums),
             address(outputs.get("squares")),
         )
-        function(blocks, 32 * config.warps, (content,))
+        for one in launches:
+            if one.beside:
+                one.function.launch_beside(one.blocks, 32 * config.warps, one.content)
+            else:
+                one.function(one.blocks, 32 * config.warps, (one.content,))
 
 
 def _workspace(
@@ -205,6 +225,20 @@ def workspace_sizes(problem: GemmProblem, config: WgmmaConfig, processors: int) 
     return blocks * config.groups, blocks * config.tile_m * config.tile_n
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A function, how many blocks it has and what it is given.
+
+    Attributes:
+        beside: it starts while the launch before it runs.
+    """
+
+    function: driver.Function
+    blocks: int
+    content: np.ndarray
+    beside: bool
+
+
 @lru_cache(maxsize=16384)
 def _prepare(
     problem: GemmProblem,
@@ -225,21 +259,18 @@ def _prepare(
     flags: int,
     sums: int,
     squares: int,
-) -> tuple[driver.Function, int, np.ndarray]:
-    """Return function, blocks and argument of a launch: the same for the same addresses."""
+) -> list[Launch]:
+    """Return the launches of a product: the same for the same addresses."""
     path = TmaOutputs.of(problem, out, qt)
     int8 = problem.out == "int8"
-    maps = (
-        operand_map(a, problem.m, problem.k, a_pitch, config.tile_m, config.cluster_n),
-        operand_map(b, problem.n, problem.k, b_pitch, config.tile_n, config.cluster_m),
+    written = (
         output_map(config, out, problem.out, problem.m, problem.n) if path.out else driver.NO_MAP,
         driver.tensor_map(qt, "int8", problem.n, problem.m, problem.m, config.tile_n, 64)
         if path.qt
         else driver.NO_MAP,
     )
-    content = struct.pack(
-        "<128s128s128s128s9Q3i4x3Q",
-        *maps,
+    rest = struct.pack(
+        "<9Q3i4x3Q",
         a_scale,
         b_scale,
         0 if int8 else out,
@@ -256,14 +287,55 @@ def _prepare(
         sums,
         squares,
     )
-    blocks = clusters(problem, config, driver.processors(device.index)) * config.cluster
-    function = loaded(program(problem, config, path), device)
-    return function, blocks, driver.struct_argument(content, 640)
+
+    found: list[Launch] = []
+    for one in _portions(problem, config, path, device):
+        maps = (
+            operand_map(a, problem.m, problem.k, a_pitch, one.config.tile_m, one.config.cluster_n),
+            operand_map(b, problem.n, problem.k, b_pitch, one.config.tile_n, one.config.cluster_m),
+        )
+        content = b"".join((*maps, *written, rest, struct.pack("<i", one.border)))
+        function = loaded(program(problem, one.config, path, one.band), device)
+        blocks, argument = one.clusters * one.config.cluster, driver.struct_argument(content, 640)
+        found.append(Launch(function, blocks, argument, beside=bool(found)))
+    return found
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The rows of one launch, and how many clusters compute them."""
+
+    config: WgmmaConfig
+    band: Band
+    border: int
+    clusters: int
+
+
+def _portions(
+    problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, device: Device
+) -> list[Portion]:
+    """Return what each launch of a product computes: one if the config is not `banded`, or two."""
+    processors = driver.processors(device.index)
+    if not config.banded:
+        return [Portion(config, Band.EVERY_ROW, 0, clusters(problem, config, processors))]
+    function = loaded(program(problem, config, path, Band.ABOVE), device)
+    large = function.clusters(config.cluster, 32 * config.warps)
+    others = (processors - large * config.cluster) // 2
+    border = bands(problem, config, large, others).border
+    above = min(large, config.cluster_tiles(border, problem.n))
+    below = min(others, config.below.cluster_tiles(problem.m - border, problem.n))
+    found = [
+        Portion(config, Band.ABOVE, border, above),
+        Portion(config.below, Band.BELOW, border, below),
+    ]
+    return [one for one in found if one.clusters]
 
 
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
     """Return why the tile does not suit the problem's blocks or the cluster."""
     block = problem.out_block
+    if config.cluster > 8:
+        return f"cluster_m·cluster_n={config.cluster}: expected at most 8 blocks per cluster"
     if reason := boxes_reason(config):
         return reason
     if config.chains > 1 and problem.block != TILE_K:
