@@ -60,12 +60,13 @@ class Driver:
         self.file, self.library = str(file), ctypes.CDLL(str(file))
         self.library.fake_function.restype = ctypes.c_void_p
 
-    def launch(self, function, *parameters, grid=1, cluster=0):
+    def launch(self, function, *parameters, grid=1, cluster=0, beside=False):
         stream = ctypes.c_void_p()
         self.library.aoti_torch_get_current_cuda_stream(0, ctypes.byref(stream))
-        attribute = Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
-        config = LaunchConfig((grid, 1, 1), (32, 1, 1), 0, stream, ctypes.pointer(attribute))
-        config.count = cluster > 0
+        given = [Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster else []
+        given += [Attribute(6, 0, (ctypes.c_uint * 16)(1))] if beside else []
+        attributes = (Attribute * 2)(*given)
+        config = LaunchConfig((grid, 1, 1), (32, 1, 1), 0, stream, attributes, len(given))
         pointers = [ctypes.cast(ctypes.pointer(one), ctypes.c_void_p) for one in parameters]
         code = ctypes.c_void_p(self.library.fake_function(function))
         array = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -182,6 +183,21 @@ def test_third_call_runs_without_python(driver, serve):
         assert double.calls == min(i + 1, 2)
     assert driver.launched == 6
     assert driver.library.fake_clusters() == 2
+    assert not replay.refusals
+
+
+def test_a_launch_beside_the_one_before_it_is_replayed_so(driver, serve):
+    def two(driver, key, inputs, outputs):
+        plain(driver, key, inputs, outputs)
+        driver.scale(inputs["x"], outputs["y"], key[0], beside=True)
+
+    double = serve(two)
+    before = driver.library.fake_besides()
+    for i in range(4):
+        x = torch.randn(4, 6)
+        assert torch.equal(called(double, x, 2.0), 2 * x)
+        assert double.calls == min(i + 1, 2)
+        assert driver.library.fake_besides() == before + i + 1
     assert not replay.refusals
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 from jetfire.core.errors import JetfireError
 
 Three = tuple[int, int, int]
-# CUstreamCaptureMode, CUgraphNodeType, CUlaunchAttributeID and CUresult of the driver API.
+# CUstreamCaptureMode, CUgraphNodeType, CUgraphDependencyType, CUlaunchAttributeID and CUresult of
+# the driver API.
 _RELAXED = 2
 _KERNEL_NODE = 0
+_PROGRAMMATIC = 1
 _COOPERATIVE, _CLUSTER_DIMENSION = 2, 4
 _INVALID_VALUE = 1
 
@@ -34,6 +36,7 @@ class KernelLaunch:
     Attributes:
         function: the CUfunction.
         cluster: blocks of a cluster along x, y and z; zeros where it has none.
+        beside: it starts while the launch before it runs (programmatic dependent launch).
         starts: where each parameter begins in `parameters`, in bytes.
         parameters: as the function has them, padded to a multiple of eight bytes.
     """
@@ -44,6 +47,7 @@ class KernelLaunch:
     cluster: Three
     shared_bytes: int
     cooperative: bool
+    beside: bool
     starts: tuple[int, ...]
     parameters: bytes
 
@@ -60,6 +64,17 @@ class _KernelNode(ctypes.Structure):
         ("extra", c_void_p),
         ("kernel", c_void_p),
         ("context", c_void_p),
+    )
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", c_ubyte),
+        ("to_port", c_ubyte),
+        ("type", c_ubyte),
+        ("reserved", c_ubyte * 5),
     )
 
 
@@ -96,7 +111,7 @@ class Capture:
         if error:
             raise CaptureError(f"cuStreamEndCapture: error {error}")
         try:
-            return [self._launched(node) for node in self._in_order(graph)]
+            return [self._launched(node, beside) for node, beside in self._in_order(graph)]
         finally:
             self._call("cuGraphDestroy", graph)
 
@@ -105,32 +120,48 @@ class Capture:
         if error:
             raise CaptureError(f"{name}: error {error}")
 
-    def _in_order(self, graph: c_void_p) -> Sequence[int]:
-        """Return a graph's nodes, each after the only one that it depends on."""
-        nodes = self._listed("cuGraphGetNodes", graph, 1)[0]
+    def _in_order(self, graph: c_void_p) -> Sequence[tuple[int, bool]]:
+        """Return a graph's nodes, each after the only one that it depends on.
+
+        Beside each stands whether it starts while that one runs.
+        """
+        nodes = self._nodes(graph)
         if not nodes:
             return []
-        sources, targets = self._listed("cuGraphGetEdges_v2", graph, 2, None)
-        following = dict(zip(sources, targets, strict=True))
-        (*first,) = set(nodes) - set(targets)
-        if len(first) != 1 or len(sources) != len(nodes) - 1 or len(following) != len(sources):
-            raise CaptureError(f"{len(nodes)} nodes, {len(sources)} edges: expected a chain")
-        order = [first[0]]
-        while order[-1] in following:
-            order.append(following[order[-1]])
+        edges = self._edges(graph, len(nodes))
+        following = {source: (target, beside) for source, target, beside in edges}
+        (*first,) = set(nodes) - {target for _, target, _ in edges}
+        if len(first) != 1 or len(edges) != len(nodes) - 1 or len(following) != len(edges):
+            raise CaptureError(f"{len(nodes)} nodes, {len(edges)} edges: expected a chain")
+        order = [(first[0], False)]
+        while order[-1][0] in following:
+            order.append(following[order[-1][0]])
         return order
 
-    def _listed(self, name: str, graph: c_void_p, lists: int, *more: None) -> list[list[int]]:
-        """Return what a function of the driver lists in parallel arrays; `more` it need not."""
+    def _nodes(self, graph: c_void_p) -> list[int]:
         count = c_size_t()
-        self._call(name, graph, *[None] * lists, *more, byref(count))
+        self._call("cuGraphGetNodes", graph, None, byref(count))
         if not count.value:  # driver 580 refuses arrays of nothing
-            return [[] for _ in range(lists)]
-        arrays = [(c_void_p * count.value)() for _ in range(lists)]
-        self._call(name, graph, *arrays, *more, byref(count))
-        return [[one or 0 for one in array[: count.value]] for array in arrays]
+            return []
+        nodes = (c_void_p * count.value)()
+        self._call("cuGraphGetNodes", graph, nodes, byref(count))
+        return [node or 0 for node in nodes[: count.value]]
 
-    def _launched(self, node: int) -> KernelLaunch:
+    def _edges(self, graph: c_void_p, most: int) -> list[tuple[int, int, bool]]:
+        """Return the edges as from, to and whether the second starts beside the first.
+
+        Args:
+            most: of more edges only so many are returned.
+        """
+        count = c_size_t(most)
+        sources, targets = ((c_void_p * most)() for _ in range(2))
+        kinds = (_EdgeData * most)()
+        self._call("cuGraphGetEdges_v2", graph, sources, targets, kinds, byref(count))
+        found = zip(sources, targets, kinds, strict=True)
+        edges = [(one or 0, to or 0, kind.type == _PROGRAMMATIC) for one, to, kind in found]
+        return edges[: count.value]
+
+    def _launched(self, node: int, beside: bool) -> KernelLaunch:
         kind = c_int()
         self._call("cuGraphNodeGetType", c_void_p(node), byref(kind))
         if kind.value != _KERNEL_NODE:
@@ -150,6 +181,7 @@ class Capture:
             cluster,
             found.shared_bytes,
             bool(cooperative),
+            beside,
             starts,
             content,
         )

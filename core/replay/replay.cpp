@@ -50,7 +50,8 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 
-constexpr int COOPERATIVE = 2, CLUSTER_DIMENSION = 4;  // CUlaunchAttributeID
+// CUlaunchAttributeID.
+constexpr int COOPERATIVE = 2, CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 
 struct Driver {
   int (*launch)(const LaunchConfig*, void* function, void** parameters, void** extra) = nullptr;
@@ -98,7 +99,7 @@ struct Launch {
   uint64_t function;
   std::array<unsigned, 3> grid, block, cluster;  // a cluster of 0 is none
   unsigned shared_bytes;
-  bool cooperative;
+  bool cooperative, beside;  // `beside`: it starts while the launch before it runs
   std::vector<uint32_t> starts;  // of each parameter in `bytes`
   std::string bytes;
   std::vector<Patch> patches;
@@ -132,7 +133,7 @@ struct Plan {
       }
       c10::SmallVector<void*, 64> parameters;
       for (uint32_t start : launch.starts) parameters.push_back(bytes + start);
-      Attribute attributes[2];
+      Attribute attributes[3];
       unsigned count = 0;
       if (launch.cluster[0]) {
         attributes[count].id = CLUSTER_DIMENSION;
@@ -140,6 +141,10 @@ struct Plan {
       }
       if (launch.cooperative) {
         attributes[count].id = COOPERATIVE;
+        attributes[count++].value.flag = 1;
+      }
+      if (launch.beside) {
+        attributes[count].id = PROGRAMMATIC_STREAM_SERIALIZATION;
         attributes[count++].value.flag = 1;
       }
       const auto [gx, gy, gz] = launch.grid;
@@ -505,18 +510,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Launch>(m, "Launch")
       .def(py::init([](uint64_t function, std::array<unsigned, 3> grid,
                        std::array<unsigned, 3> block, std::array<unsigned, 3> cluster,
-                       unsigned shared_bytes, bool cooperative, std::vector<uint32_t> starts,
-                       const py::bytes& bytes,
+                       unsigned shared_bytes, bool cooperative, bool beside,
+                       std::vector<uint32_t> starts, const py::bytes& bytes,
                        const std::vector<std::tuple<uint32_t, uint32_t, int64_t>>& patches) {
-        Launch launch{function,    grid,   block, cluster, shared_bytes,
-                      cooperative, starts, bytes, {}};
+        Launch launch{function,    grid,   block,  cluster, shared_bytes,
+                      cooperative, beside, starts, bytes,   {}};
         for (const auto& [at, tensor, offset] : patches) {
           launch.patches.push_back({at, tensor, offset});
         }
         return launch;
       }),
            py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("cluster"),
-           py::arg("shared_bytes"), py::arg("cooperative"), py::arg("starts"),
+           py::arg("shared_bytes"), py::arg("cooperative"), py::arg("beside"), py::arg("starts"),
            py::arg("parameters"), py::arg("patches"));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def(py::init([](const std::vector<Launch>& launches, const std::vector<py::object>& outputs,

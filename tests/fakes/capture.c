@@ -63,7 +63,7 @@ struct CUgraphNode_st {
 };
 
 static struct CUgraphNode_st nodes[MOST];
-static int node_count, launched, clusters, failing;
+static int node_count, launched, clusters, besides, failing;
 static CUstream capturing, current = (CUstream)64;
 
 void fake_current_stream(CUstream stream) { current = stream; }
@@ -71,6 +71,17 @@ void fake_fail(int error) { failing = error; }
 void fake_capture(CUstream stream) { capturing = stream; }
 int fake_launched(void) { return launched; }
 int fake_clusters(void) { return clusters; }
+int fake_besides(void) { return besides; }
+
+static int is_beside(const CUlaunchConfig* config) {
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const CUlaunchAttribute* attribute = &config->attrs[i];
+    if (attribute->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      return attribute->value.programmaticStreamSerializationAllowed;
+    }
+  }
+  return 0;
+}
 
 int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   (void)device;
@@ -84,6 +95,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction f, void** p, 
   if (failing) return failing;
   if (config->hStream != capturing) {
     ++launched;
+    besides += is_beside(config);
     for (unsigned i = 0; i < config->numAttrs; ++i) {
       const CUlaunchAttribute* attribute = &config->attrs[i];
       if (attribute->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
@@ -95,6 +107,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction f, void** p, 
   }
   struct CUgraphNode_st* node = &nodes[node_count++];
   node->config = *config;
+  node->config.attrs = node->attributes;
   node->function = function;
   node->type = CU_GRAPH_NODE_TYPE_KERNEL;
   memcpy(node->attributes, config->attrs, config->numAttrs * sizeof *config->attrs);
@@ -140,12 +153,19 @@ CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* to, size_t* count) {
 
 CUresult cuGraphGetEdges_v2(CUgraph graph, CUgraphNode* from, CUgraphNode* to,
                             CUgraphEdgeData* data, size_t* count) {
-  (void)graph, (void)data;
+  (void)graph;
   if (from != NULL && *count == 0) return CUDA_ERROR_INVALID_VALUE;
   *count = node_count > 0 ? node_count - 1 : 0;
   for (int i = 0; from != NULL && i + 1 < node_count; ++i) {
+    const int beside = nodes[i + 1].type == CU_GRAPH_NODE_TYPE_KERNEL &&
+                       is_beside(&nodes[i + 1].config);
     from[i] = &nodes[i];
     to[i] = &nodes[i + 1];
+    if (data == NULL && beside) return CUDA_ERROR_LOSSY_QUERY;
+    if (data != NULL) {
+      data[i].type = beside ? CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+                            : CU_GRAPH_DEPENDENCY_TYPE_DEFAULT;
+    }
   }
   return CUDA_SUCCESS;
 }
