@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,6 +50,19 @@ def _make_current() -> None:
     runtime.setDevice(torch.cuda.current_device())
 
 
+def _in_context(call: Callable[[], int]) -> int:
+    """Call the driver; once more, with the device's context, where the thread has none.
+
+    This may be the thread's first call of CUDA, as where a gradient's first kernel is ours:
+    autograd's thread has no context until then. CuPy's loads and launches make it current.
+    """
+    code = call()
+    if code != INVALID_CONTEXT:
+        return code
+    _make_current()
+    return call()
+
+
 @lru_cache(maxsize=16384)
 def tensor_map(
     address: int,
@@ -86,13 +99,7 @@ def tensor_map(
         PROMOTE_TO_256_BYTES,
         0,
     )
-    code = encode()
-    if code == INVALID_CONTEXT:
-        # This is the thread's first call of CUDA, as where a gradient's first kernel is ours:
-        # autograd's thread has no context until then. CuPy's loads and launches make it current.
-        _make_current()
-        code = encode()
-    if code:
+    if code := _in_context(encode):
         raise DriverError(
             f"cuTensorMapEncodeTiled: error {code} for {rows}x{columns} {dtype}, pitch {pitch}, "
             f"boxes of {box_rows}x{box_columns}, address {address:#x}"
@@ -127,8 +134,9 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-def _checked(name: str, code: int) -> None:
-    if code:
+def _called(name: str, *arguments: Any) -> None:
+    """Call a function of the driver."""
+    if code := _in_context(partial(getattr(_libcuda(), name), *arguments)):
         raise DriverError(f"{name}: error {code}")
 
 
@@ -184,8 +192,7 @@ class Function:
             config.stream = stream
             addresses = (ctypes.c_void_p * 1)(argument.ctypes.data)
             handle = ctypes.c_void_p(self._function.ptr)
-            code = _libcuda().cuLaunchKernelEx(ctypes.byref(config), handle, addresses, None)
-            _checked("cuLaunchKernelEx", code)
+            _called("cuLaunchKernelEx", ctypes.byref(config), handle, addresses, None)
 
     def clusters(self, size: int, threads: int) -> int:
         """Count the clusters of `size` blocks that the device holds at once."""
@@ -195,10 +202,8 @@ class Function:
         with torch.cuda.device(self._device):
             config = self._config(size, threads, CLUSTER_DIMENSION, size, 1, 1)
             handle = ctypes.c_void_p(self._function.ptr)
-            code = _libcuda().cuOccupancyMaxActiveClusters(
-                ctypes.byref(found), handle, ctypes.byref(config)
-            )
-            _checked("cuOccupancyMaxActiveClusters", code)
+            arguments = ctypes.byref(found), handle, ctypes.byref(config)
+            _called("cuOccupancyMaxActiveClusters", *arguments)
         return found.value
 
     def _config(self, blocks: int, threads: int, attribute: int, *value: int) -> _LaunchConfig:

@@ -1,20 +1,29 @@
 """The sm_90a GEMM in clusters of four and eight, and the launch beside it in clusters of two."""
 
+import ctypes
 import dataclasses
+import functools
 import itertools
+import shutil
+import statistics
+import subprocess
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetfire.core import registry
+from jetfire import ops
+from jetfire.core import profiles, registry, replay
 from jetfire.core.device import Device, target_device
 from jetfire.core.launch import verify
+from jetfire.core.replay import build
+from jetfire.core.tensors import Quantized
 from jetfire.kernels_cuda.gemm import cost, wgmma
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig, bands
 from jetfire.kernels_cuda.gemm.wgmma import Band
 from jetfire.tests.audited import together
+from jetfire.tests.test_gemm_stream import PARTS, schedule_code
 
 OP = registry.get("gemm")
 KERNEL = registry.get_kernel("gemm", "wgmma")
@@ -40,15 +49,19 @@ def test_clusters_of_more_than_two_leave_rows_to_a_second_launch():
         config = banded(INTERLEAVED, (cluster_m, cluster_n))
         assert config.banded == (cluster_m * cluster_n > 2)
         assert (config.below.cluster_m, config.below.cluster_n) == (1, 2)
-        assert not dataclasses.replace(config, stream=True).banded
 
 
-def test_clusters_of_sixteen_are_refused():
+def test_clusters_of_sixteen_and_streams_of_four_are_refused():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
     problem = OP.Problem(4096, 4096, 4096, block=128)
     expected = "cluster_m·cluster_n=16: expected at most 8 blocks per cluster"
     assert KERNEL.legal(problem, banded(INTERLEAVED, (4, 4)), HOPPER) == expected
+    expected = (
+        "stream=True cluster_m·cluster_n=4: expected at most 2, or not all blocks would run at once"
+    )
+    streamed = banded(INTERLEAVED, (2, 2), stream=True)
+    assert KERNEL.legal(problem, streamed, HOPPER) == expected
 
 
 @given(
@@ -168,6 +181,56 @@ def test_a_product_is_two_launches_side_by_side(monkeypatch, m, cluster, border,
     assert not whole.beside
 
 
+@pytest.fixture(scope="module")
+def tiles_of(tmp_path_factory):
+    """A function that runs the source's own walk over tiles for each block of a launch."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("bands")
+
+    @functools.cache
+    def library(config, band):
+        fields = config.tile_m, config.tile_n, config.cluster_m, config.cluster_n
+        text = PARTS % (*fields, schedule_code())
+        text = text.replace("STREAM = true", "STREAM = false")
+        text = text.replace("BAND = EVERY_ROW", f"BAND = {band.name}")
+        file = folder / f"{band.name}{'_'.join(map(str, fields))}.so"
+        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", file]
+        subprocess.run(command, input=text, text=True, check=True)
+        return ctypes.CDLL(str(file))
+
+    def tiles(problem, config, band, border, workers):
+        found, blocks = [], workers * config.cluster
+        room = (ctypes.c_int * (5 * (config.cluster_tiles(problem.m, problem.n) + 1)))()
+        for block in range(blocks):
+            sizes = problem.m, problem.n, problem.k, border
+            count = library(config, band).parts_of(block, blocks, *sizes, room)
+            found += [(room[5 * i], room[5 * i + 1]) for i in range(count)]
+        return found
+
+    return tiles
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("m", [1, 256, 700, 4096, 5000])
+@pytest.mark.parametrize("n", [130, 1000, 4096])
+def test_every_tile_is_computed_once_by_one_of_the_launches(tiles_of, m, n, cluster):
+    problem, config = OP.Problem(m, n, 256, block=128), banded(INTERLEAVED, cluster)
+    border = bands(problem, config, 120 // config.cluster, 6).border
+    found = []
+    for own, band, workers in (
+        (config, Band.ABOVE, 120 // config.cluster),
+        (config.below, Band.BELOW, 6),
+    ):
+        for row, column in tiles_of(problem, own, band, border, workers):
+            if row < m and column < n:  # a cluster has tiles beyond the edge, too
+                assert (row < border) == (band == Band.ABOVE)
+                found.append((row, column))
+    assert sorted(found) == [
+        (row, column) for row in range(0, m, config.tile_m) for column in range(0, n, config.tile_n)
+    ]
+
+
 # On a GPU
 
 
@@ -243,13 +306,57 @@ def test_what_follows_comes_after_both_launches_and_what_precedes_before(hopper)
     assert int(differ) == 0
 
 
+def milliseconds(call):
+    """The median time of a call, each after the one before it has ended."""
+    found = []
+    for _ in range(15):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
 @pytest.mark.gpu
-def test_large_clusters_fill_what_the_device_holds(hopper):
-    """A launch of more would take as long again."""
-    problem, config = OP.Problem(4096, 4096, 1024, block=128), banded(INTERLEAVED, (2, 4))
+@pytest.mark.quiet
+def test_the_two_launches_run_at_once(hopper):
+    """Launched, captured and replayed: one after the other they would take 1.5 times as long."""
+    problem = OP.Problem(16384, 4096, 8192, block=128, out="bf16")
+    config = banded(INTERLEAVED, (2, 4))
+    inputs = OP.inputs(problem, hopper)
+    outputs = OP.outputs(problem, inputs)
+    two = functools.partial(KERNEL.launch, problem, config, inputs, outputs)
+    one = functools.partial(KERNEL.launch, problem, config.below, inputs, outputs)
+    two()
+    one()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        two()
+    usual = milliseconds(one)
+    assert milliseconds(two) < 1.25 * usual
+    assert milliseconds(graph.replay) < 1.25 * usual
+
+
+@pytest.mark.gpu
+@pytest.mark.quiet
+def test_a_product_of_two_launches_is_replayed_without_python(hopper, monkeypatch):
+    """As fast as Python launches it: the second launch starts beside the first."""
+    monkeypatch.delenv("JETFIRE_REPLAY", raising=False)
+    problem = OP.Problem(16384, 4096, 4096, block=128, out="bf16")
     device = Device.parse(str(hopper))
-    above = wgmma.loaded(KERNEL.programs(problem, config)[0], device)
-    large = above.clusters(config.cluster, 32 * config.warps)
-    processors = torch.cuda.get_device_properties(hopper).multi_processor_count
-    assert 0 < large * config.cluster <= processors
-    assert above.clusters(config.cluster, 32 * config.warps) == large
+    config = profiles.find(OP, KERNEL, problem, device).config
+    if not config.banded:
+        pytest.skip(f"the config in use has clusters of {config.cluster}")
+    inputs = OP.inputs(problem, hopper)
+    a, b = (Quantized(inputs[x], inputs[f"{x}_scale"], block=128) for x in "ab")
+    outputs = OP.outputs(problem, inputs)
+    python = milliseconds(functools.partial(KERNEL.launch, problem, config, inputs, outputs))
+    call = functools.partial(ops.int8_gemm, a, b)
+    for _ in range(3):
+        found = call()
+    before = build.extension().replayed()
+    assert milliseconds(call) < 1.25 * python
+    assert build.extension().replayed() >= before + 15, replay.refusals
+    assert torch.equal(found, outputs["c"])

@@ -63,9 +63,9 @@ constexpr bool STREAM = true;
 constexpr int TILE_M = %d, TILE_N = %d, TILE_K = 128, CLUSTER_M = %d, CLUSTER_N = %d, RASTER = 8;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 %s
-extern "C" int parts_of(int block, int blocks, int m, int n, int k, int* found) {
+extern "C" int parts_of(int block, int blocks, int m, int n, int k, int border, int* found) {
   blockIdx.x = block, gridDim.x = blocks;
-  const Arguments x{{m, n}, k};
+  const Arguments x{{m, n}, k, border};
   int count = 0;
   for (Parts parts(x); parts.more(); parts.next(), ++count) {
     const Part part = parts.part(block %% CLUSTER);
@@ -110,7 +110,7 @@ def schedule(tmp_path_factory):
     def parts(problem, config, processors):
         blocks = clusters(problem, config, processors) * config.cluster
         room = (c_int * (5 * (config.cluster_tiles(problem.m, problem.n) + 3)))()
-        sizes = problem.m, problem.n, problem.k
+        sizes = problem.m, problem.n, problem.k, 0
         found = []
         for block in range(blocks):
             count = library(config).parts_of(block, blocks, *sizes, room)
@@ -138,7 +138,7 @@ SCHEDULED = [
             {"groups": 3},
             {"groups": 1, "tile_n": 64},
             {"groups": 2, "tile_n": 64, "cluster_n": 2},
-            {"groups": 2, "cluster_m": 2, "cluster_n": 2},
+            {"groups": 2, "cluster_m": 2},
         ),
     )
     for processors in (132, 7)

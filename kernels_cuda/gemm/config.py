@@ -39,7 +39,7 @@ class WgmmaConfig(BlockGemmConfig):
         clusters of four or 15 of eight, 120 blocks. The second launch is of clusters of two, on the
         multiprocessors that are left over.
         """
-        return self.cluster > 2 and not self.stream
+        return self.cluster > 2
 
     @property
     def below(self) -> WgmmaConfig:
@@ -53,13 +53,13 @@ class Bands:
 
     Attributes:
         border: rows of the large ones, from the first on.
-        turns: tiles that a block computes at most, one after the other.
-        share: the same if tiles could be divided.
+        turns: tiles that a cluster computes at most, one after the other.
+        tiles: the most tiles per cluster of either, not rounded.
     """
 
     border: int
-    turns: int
-    share: float
+    turns: float
+    tiles: float
 
 
 def bands(problem: GemmProblem, config: WgmmaConfig, large: int, others: int) -> Bands:
@@ -74,13 +74,13 @@ def bands(problem: GemmProblem, config: WgmmaConfig, large: int, others: int) ->
         below = config.below.cluster_tiles(problem.m - border, problem.n), others
         work = [(tiles, workers) for tiles, workers in (above, below) if tiles]
         if not all(workers for _, workers in work):
-            return Bands(border, 1 << 60, math.inf)
+            return Bands(border, math.inf, math.inf)
         turns = max(ceil_div(tiles, workers) for tiles, workers in work)
         return Bands(border, turns, max(tiles / workers for tiles, workers in work))
 
     near = range(max(even - 2, 0), min(even + 3, count) + 1)
     found = map(dealt, sorted({*near, 0, count}))
-    return min(found, key=lambda bands: (bands.turns, bands.share))
+    return min(found, key=lambda bands: (bands.turns, bands.tiles))
 
 
 def clusters(problem: GemmProblem, config: WgmmaConfig, processors: int) -> int:

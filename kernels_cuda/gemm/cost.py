@@ -156,8 +156,11 @@ def _microseconds(problem: GemmProblem, config: WgmmaConfig, device: Device) -> 
     return max(even_us, _reading_us(problem, config, device, tiles))
 
 
-def _turns(problem: GemmProblem, config: WgmmaConfig, device: Device) -> int:
-    """Return the tiles of a block of two launches: an H200's large clusters are 10 of 11 blocks."""
+def _turns(problem: GemmProblem, config: WgmmaConfig, device: Device) -> float:
+    """Return how many tiles a block of two launches computes in turn.
+
+    Large clusters are taken to hold 10 of 11 multiprocessors, as an H200's 120 of 132.
+    """
     large = device.sms * 10 // 11 // config.cluster
     return bands(problem, config, large, (device.sms - large * config.cluster) // 2).turns
 

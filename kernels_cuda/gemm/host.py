@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.host import Host, size_for_16_bytes
@@ -104,8 +105,13 @@ class WgmmaHost(GemmHost):
         return "90a"
 
     def exported(self, config: WgmmaConfig) -> WgmmaConfig:
-        """Return a config whose launch is one: that of larger clusters is two, of two kernels."""
-        return config.below if config.banded else config
+        """Return a config whose launch is one: that of larger clusters is two, of two kernels.
+
+        A raster counts tiles of clusters: it covers as many rows as before.
+        """
+        if not config.banded:
+            return config
+        return replace(config.below, raster=min(32, config.raster * config.cluster_m))
 
     def multiples(self, problem: GemmProblem, config: WgmmaConfig) -> dict[str, int]:
         path = TmaOutputs.contiguous(problem)

@@ -395,7 +395,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) start();
-  // It began within another launch: what L1 holds may be older than both.
+  // L1 may hold lines from before the first launch's inputs were written: the fence drops them.
   if (BAND == BELOW) __threadfence();
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();

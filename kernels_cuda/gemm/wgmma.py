@@ -311,6 +311,7 @@ class Portion:
     clusters: int
 
 
+@lru_cache(maxsize=4096)
 def _portions(
     problem: GemmProblem, config: WgmmaConfig, path: TmaOutputs, device: Device
 ) -> list[Portion]:
@@ -319,7 +320,8 @@ def _portions(
     if not config.banded:
         return [Portion(config, Band.EVERY_ROW, 0, clusters(problem, config, processors))]
     function = loaded(program(problem, config, path, Band.ABOVE), device)
-    large = function.clusters(config.cluster, 32 * config.warps)
+    held = function.clusters(config.cluster, 32 * config.warps)
+    large = min(held, processors // config.cluster)  # an SM has one block, if there is room for two
     others = (processors - large * config.cluster) // 2
     border = bands(problem, config, large, others).border
     above = min(large, config.cluster_tiles(border, problem.n))
@@ -334,6 +336,11 @@ def _portions(
 def _misfit(problem: GemmProblem, config: WgmmaConfig) -> str | None:
     """Return why the tile does not suit the problem's blocks or the cluster."""
     block = problem.out_block
+    if config.stream and config.cluster > 2:
+        return (
+            f"stream=True cluster_m·cluster_n={config.cluster}: expected at most 2, or not all "
+            "blocks would run at once"
+        )
     if config.cluster > 8:
         return f"cluster_m·cluster_n={config.cluster}: expected at most 8 blocks per cluster"
     if reason := boxes_reason(config):
