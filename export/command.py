@@ -37,7 +37,8 @@ def run(asked: ExportOptions) -> None:
     note(f"{plan.op.name}/{plan.kernel.name} as {target}: {done}")
     if not all(tuned.own for tuned in plan.tuned):
         note(
-            "tuned configs of two launches at once were exported as one launch, which takes longer"
+            "the tuned config is two launches at once, which no export has: it was exported in one "
+            "launch, which takes longer"
         )
     for row in rows:
         note(_speed(row))

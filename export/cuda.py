@@ -110,7 +110,7 @@ def _where_from(plan: ExportPlan, tuned: TunedProblem) -> str:
     """Say how a config was found, in a sentence."""
     entry, asked, found = tuned.entry, plan.sizes(tuned.problem), plan.sizes_tuned(tuned)
     nearest = "" if found == asked else f" (nearest tuned: {fields(found)})"
-    other = "" if tuned.own else " That is of two launches at once; an export has one."
+    other = "" if tuned.own else " That time is of two launches at once; this is one."
     return (
         f"{fields(asked)}{nearest}: {time_text(entry.ms)}, found by {entry.trials:d} trials of "
         f"{Foreign(entry.strategy).comment()} {tuned.where.comment()}.{other}"

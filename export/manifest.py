@@ -68,8 +68,8 @@ def _in_c(table: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a README says of a problem: its time and rate when tuned are None where another's
-    config is used."""
+    """What a README says of a problem: its time and rate when tuned are None where another config
+    is used, of another problem or of one launch in place of two."""
 
     sizes: tuple[int, ...]
     config: str
@@ -83,12 +83,13 @@ def origin(plan: ExportPlan, tuned: TunedProblem) -> Origin:
     entry, problem = tuned.entry, tuned.problem
     exact = tuned.own and entry.problem == problem.as_dict()
     nearest = "×".join(map(str, plan.sizes_tuned(tuned).values()))
+    one = "" if tuned.own else "of one launch: its own has two; "
     return Origin(
         tuple(plan.sizes(problem).values()),
         ", ".join(f"{name}={value}" for name, value in tuned.config.as_dict().items()),
         round(1e3 * entry.ms, 2) if exact else None,
         _rate(plan, tuned) if exact else None,
-        tuned.where if exact else Foreign(f"for {nearest}, {tuned.where.text}"),
+        tuned.where if exact else Foreign(f"{one}for {nearest}, {tuned.where.text}"),
     )
 
 

@@ -121,8 +121,9 @@ class ExportPlan:
                     "problem": t.problem.as_dict(),
                     "config": t.config.as_dict(),
                     "tuned_for": t.entry.problem,
-                    "ms": t.entry.ms,
-                    "vs_peer": t.entry.vs_peer,
+                    "tuned_config": t.entry.config,
+                    "ms": t.entry.ms if t.own else None,
+                    "vs_peer": t.entry.vs_peer if t.own else None,
                     "provenance": t.entry.provenance,
                 }
                 for t in self.tuned

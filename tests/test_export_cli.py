@@ -1,5 +1,6 @@
 """`jetfire export` at the command line: what it refuses, and that it writes all or nothing."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import pytest
 
 import jetfire
 from jetfire.cli import execute
-from jetfire.core import files
+from jetfire.core import files, profiles, registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError, WrongResultError
 from jetfire.export import command, cuda, embedded, measure, naming, plan, render, targets
@@ -20,6 +21,7 @@ from jetfire.export.plan import ExportPlan
 from jetfire.export.target import ExportTarget, run
 from jetfire.measure.results import Row
 
+SHIPPED = Path(__file__).parent.parent / "profiles"
 GEMM = ("gemm", "--m", "4096", "--block", "128")
 QUANTIZE = ("quantize", "--m", "8192", "--n", "4096")
 SIZES = ("--m", "8192", "--n", "1024")
@@ -216,6 +218,33 @@ def test_the_nearest_size_s_time_is_not_taken_for_its_own(shipped, tmp_path):
     (row,) = (line for line in text.splitlines() if line.startswith("| 4352×4096×4096 |"))
     assert "| – | – | for 4096×4096×4096, on NVIDIA H200" in row  # tuned last
     assert "{{4352, 4096, 4096}, 0}," in (tmp_path / "out" / "manifest.h").read_text()
+
+
+def test_a_config_of_two_launches_is_exported_in_one_and_said_to_be(tmp_path, capsys, monkeypatch):
+    op, device = registry.get("gemm"), target_device((9, 0))
+    config = registry.get_kernel("gemm", "wgmma").Config(2, cluster_m=2, cluster_n=4)
+    shipped = profiles.read(SHIPPED / "nvidia-h200" / "gemm.json")
+    of_wgmma = next(entry for entry in shipped if entry.kernel == "wgmma")
+    problem = op.Problem(4096, 4096, 4096, block=128)
+    entry = dataclasses.replace(of_wgmma, problem=problem.as_dict(), config=config.as_dict())
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "own"))
+    profiles.save(tmp_path / "own", device, op, [entry])
+    profiles.forget()
+    assert export(tmp_path / "out", *GEMM, "--kernel", "wgmma", "--no-check") == 0
+    profiles.forget()
+    said = "the tuned config is two launches at once, which no export has: it was exported in one"
+    assert capsys.readouterr().err.splitlines()[-1] == f"jetfire: {said} launch, which takes longer"
+    (entry,) = json.loads((tmp_path / "out" / "profile.json").read_text())["entries"]
+    assert (entry["tuned_config"]["cluster_m"], entry["tuned_config"]["cluster_n"]) == (2, 4)
+    assert (entry["config"]["cluster_m"], entry["config"]["cluster_n"]) == (1, 2)
+    assert entry["config"]["raster"] == 2 * entry["tuned_config"]["raster"]
+    assert entry["ms"] is None
+    source = (tmp_path / "out" / "jetfire_gemm.cu").read_text()
+    assert re.search(r"CLUSTER_M = 1;.*CLUSTER_N = 2;", source, re.DOTALL)
+    assert "That time is of two launches at once; this is one." in re.sub(r"\n// ", " ", source)
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "| – | – | of one launch: its own has two; for 4096×4096×4096, on" in readme
+    assert "{{4096, 4096, 4096}, 0}," in (tmp_path / "out" / "manifest.h").read_text()
 
 
 def test_every_shape_of_a_workload_is_exported(shipped, tmp_path):

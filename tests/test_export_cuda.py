@@ -78,7 +78,7 @@ WGMMA = [
     (fields(out="int8", layout="q"), WgmmaConfig(1, 2, 192, 4)),
     (fields(block=128, out_block=32, out="int8", layout="both"), WgmmaConfig()),
     (fields(n=4095, out="bf16"), WgmmaConfig(4, tile_n=64, stream=True)),
-    (fields(out="int8", layout="both"), WgmmaConfig(2, cluster_m=2, cluster_n=2, stream=True)),
+    (fields(out="int8", layout="both"), WgmmaConfig(2, cluster_m=2, stream=True)),
     (fields(out="fp32", squares=True), WgmmaConfig()),
     (fields(block=128), WgmmaConfig(2, cluster_n=2, schedule="interleaved")),
 ]
@@ -490,7 +490,7 @@ def tensor(address, rows, columns, itemsize=1):
         stride=lambda dim: columns,
         itemsize=itemsize,
         shape=(rows, columns),
-        device=SimpleNamespace(index=0),
+        device=target_device((9, 0)),
     )
 
 

@@ -29,7 +29,8 @@ def tuned() -> dict[tuple[int, ...], str]:
         origin = entry["provenance"]
         where = f"on {origin.get('gpu', 'an unnamed device')}, {origin.get('date', 'undated')}"
         where = where.encode("unicode_escape").decode()
-        exact = entry["problem"] == entry["tuned_for"]  # else another size's config is used
+        # Else another size's config is used, or one of another number of launches.
+        exact = entry["problem"] == entry["tuned_for"] and entry["ms"] is not None
         note = f", {1e3 * entry['ms']:.2f} us when tuned {where}" if exact else ""
         found[tuple(entry["problem"][name] for name in MANIFEST["sizes"])] = note
     return found
