@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from jetfire.measure import timer
+from jetfire.measure.nvml import Nvml
 from jetfire.measure.timer import Timing, input_sets, time_calls
 
 CPU = torch.device("cpu")
@@ -291,3 +292,24 @@ def test_what_a_variant_does_after_another_alone_is_not_timed():
         return time_calls(variants, device, **options)["one"].ms
 
     assert ms(0) > 3 * ms(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.quiet
+def test_at_the_power_cap_a_call_takes_as_long_in_turn_as_alone():
+    """Beside a copy, which draws less: right after it a product would run at its higher clock."""
+    device = torch.device("cuda", 0)
+    monitor = Nvml.open(device)
+    if monitor is None:
+        pytest.skip("needs NVML")
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    source = torch.empty(1 << 30, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    product: list[timer.Call] = [lambda: torch.mm(x, x, out=y)]
+    alone = time_calls({"product": product}, device, monitor=monitor, power_ms=500)["product"]
+    if not alone.throttled:
+        pytest.skip("the clock is not held down here")
+    variants = {"product": product, "copy": [lambda: target.copy_(source)]}
+    beside = time_calls(variants, device, monitor=monitor)["product"]
+    assert beside.ms == pytest.approx(alone.ms, rel=0.04)
