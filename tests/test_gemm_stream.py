@@ -373,17 +373,17 @@ def test_defaults_do_not_stream_where_tiles_would_share_nothing_in_l2():
 def test_defaults_share_operands_of_blocks_of_128_and_of_large_outputs():
     if (reason := KERNEL.unfit(HOPPER)) is not None:
         pytest.skip(reason)
-    for block, m, n, cluster in (
-        (32, 16384, 4096, (1, 1)),
-        (32, 16384, 8192, (1, 2)),
-        (64, 8192, 50304, (1, 2)),
-        (128, 8192, 50304, (2, 4)),
-        (128, 8192, 4096, (2, 4)),
-        (128, 8192, 1024, (1, 2)),
-        (128, 1024, 1024, (1, 1)),
+    for block, m, n, cluster, raster in (
+        (32, 16384, 4096, (1, 1), 8),
+        (32, 16384, 8192, (1, 2), 16),
+        (64, 8192, 50304, (1, 2), 16),
+        (128, 8192, 50304, (2, 4), 4),
+        (128, 8192, 4096, (2, 4), 16),
+        (128, 8192, 1024, (1, 2), 16),
+        (128, 1024, 1024, (1, 1), 8),
     ):
         config = cost.fastest(KERNEL, OP.Problem(m, n, 4096, block=block), HOPPER)
-        assert (config.cluster_m, config.cluster_n) == cluster
+        assert ((config.cluster_m, config.cluster_n), config.raster) == (cluster, raster)
 
 
 def test_defaults_interleave_blocks_of_128_but_with_little_along_k():
