@@ -54,7 +54,7 @@ class Bands:
     Attributes:
         border: rows of the large ones, from the first on.
         turns: tiles that a cluster computes at most, one after the other.
-        tiles: the most tiles per cluster of either, not rounded.
+        tiles: the same if a tile could be divided among clusters.
     """
 
     border: int

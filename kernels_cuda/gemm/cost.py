@@ -25,7 +25,7 @@ INTERLEAVED_US = {(2, 64): 0.275, (2, 96): 0.385, (2, 128): 0.43}
 INTERLEAVED_TILE_US = TILE_US - 0.2
 # What blocks of a cluster fetch once saves energy, hence time at the power cap: clusters of two
 # take 0.95 to 0.98 of the time without, in trials of `jetfire train tune block` on an H200, and
-# clusters of eight 0.96 to 0.98 of that for eight of its twelve products, 1 for the others.
+# clusters of eight 0.96 to 0.98 of that for eight of its twelve products, by two of its runs.
 SHARED_GAIN = {1: 1.0, 2: 0.96, 8: 0.93}
 # What the second of two launches adds, not measured: products of some 20 µs keep clusters of two.
 SECOND_US = 3.0

@@ -105,9 +105,9 @@ class WgmmaHost(GemmHost):
         return "90a"
 
     def exported(self, config: WgmmaConfig) -> WgmmaConfig:
-        """Return a config whose launch is one: that of larger clusters is two, of two kernels.
+        """Return the same in clusters of two where larger ones would take two launches.
 
-        A raster counts tiles of clusters: it covers as many rows as before.
+        The raster, which counts tiles of clusters, covers as many rows as before, if it can.
         """
         if not config.banded:
             return config
