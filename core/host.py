@@ -71,7 +71,7 @@ class Host(ABC):
         return f"{capability[0]}{capability[1]}"
 
     def exported(self, config: Any) -> Any:
-        """Return the config that an export has in place of a tuned one: the same, if it can."""
+        """Return the config to export for a tuned one: another where no export can launch that."""
         return config
 
     def threads_named(self, problem: Any, config: Any) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def origin(plan: ExportPlan, tuned: TunedProblem) -> Origin:
     entry, problem = tuned.entry, tuned.problem
     exact = tuned.own and entry.problem == problem.as_dict()
     nearest = "×".join(map(str, plan.sizes_tuned(tuned).values()))
-    one = "" if tuned.own else "of one launch: its own has two; "
+    one = "" if tuned.own else "one launch in place of two; "
     return Origin(
         tuple(plan.sizes(problem).values()),
         ", ".join(f"{name}={value}" for name, value in tuned.config.as_dict().items()),

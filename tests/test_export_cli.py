@@ -243,7 +243,7 @@ def test_a_config_of_two_launches_is_exported_in_one_and_said_to_be(tmp_path, ca
     assert re.search(r"CLUSTER_M = 1;.*CLUSTER_N = 2;", source, re.DOTALL)
     assert "That time is of two launches at once; this is one." in re.sub(r"\n// ", " ", source)
     readme = (tmp_path / "out" / "README.md").read_text()
-    assert "| – | – | of one launch: its own has two; for 4096×4096×4096, on" in readme
+    assert "| – | – | one launch in place of two; for 4096×4096×4096, on" in readme
     assert "{{4096, 4096, 4096}, 0}," in (tmp_path / "out" / "manifest.h").read_text()
 
 
