@@ -10,7 +10,8 @@ _FACTORS = (
     "arrival for its own lane alone. Where every lane arrives (tests/test_sanitizers.py) it has "
     "nothing to report."
 )
-READERS, WRITERS = r"Multiplier::read_factors\(", r"(scale|give_factors)\("
+READERS = r"(Multiplier|Interleaved)::read_factors\("
+WRITERS = r"(scale|give_factors)\("
 
 
 def factors(readers: str, writers: str) -> tuple[Known, ...]:

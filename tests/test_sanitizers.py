@@ -195,6 +195,8 @@ def test_known_reports_are_told_from_others():
     other = "Error: Race reported between Read access at block_amax in wgmma.cu:1 [1 hazards]"
     sift = sanitize.sift
     assert sift("racecheck", "gemm", "wgmma", f"{known} · {known}") == ("", 2)
+    interleaved = known.replace("Multiplier::", "Interleaved::").replace("scale(", "give_factors(")
+    assert sift("racecheck", "gemm", "wgmma", interleaved) == ("", 1)
     read, write = "Read access at Multiplier::read_factors", "Write access at scale"
     turned = known.replace(read, "?").replace(write, read).replace("?", write)
     assert sift("racecheck", "gemm", "wgmma", turned) == ("", 1)
