@@ -256,10 +256,18 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def merge(self, rows: Iterable[Row]) -> None:
-        """Add rows; a row with the key of one that is here replaces it."""
-        at = {row.key(): i for i, row in enumerate(self.rows)}
+        """Add rows; a row with the key of one that is here replaces it.
+
+        A config that a profile chose is not part of that key: the row of another one is of a
+        profile that is no longer in use.
+        """
+
+        def key_of(row: Row) -> str:
+            return row.key(config=row.profile is None)
+
+        at = {key_of(row): i for i, row in enumerate(self.rows)}
         for row in rows:
-            key = row.key()
+            key = key_of(row)
             if key in at:
                 self.rows[at[key]] = row
             else:

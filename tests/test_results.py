@@ -89,9 +89,22 @@ def test_json_has_no_nan_and_a_row_a_line():
 
 def test_merge_replaces_the_same_and_adds_the_rest():
     file = Results({}, [row(ms=1.0), row(kernel="other")])
-    file.merge([row(ms=2.0), row(config={"tile_m": 128}), row(data="outlier")])
+    others = [row(config={"tile_m": 128}, profile=None), row(data="outlier")]
+    file.merge([row(ms=2.0), *others])
     assert [(r.kernel, r.ms) for r in file.rows][:2] == [("triton", 2.0), ("other", 1.25)]
     assert len(file.rows) == 4
+
+
+def test_merge_replaces_what_another_profile_gave():
+    """A config that the user gave is a measurement of its own; a profile's is the one in use."""
+    file = Results({}, [row(ms=1.0, profile="tuned"), row(ms=4.0, profile=None)])
+    other = {"tile_m": 128}
+    file.merge([row(ms=2.0, profile="nearest", config=other)])
+    file.merge([row(ms=3.0, profile=None, config=other)])
+    assert [r.ms for r in file.rows] == [2.0, 4.0, 3.0]
+    configs = [{"schedule": schedule} for schedule in ("exact", "telescoped")]
+    file.merge([row(config=config, curve="promotion") for config in configs])
+    assert len(file.rows) == 5
 
 
 def test_csv_is_well_formed():
