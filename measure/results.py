@@ -258,8 +258,8 @@ class Results:
     def merge(self, rows: Iterable[Row]) -> None:
         """Add rows; a row with the key of one that is here replaces it.
 
-        A config that a profile chose is not part of that key: the row of another one is of a
-        profile that is no longer in use.
+        A config that a profile chose is not part of that key: an earlier row with another config
+        is of a profile that is no longer in use.
         """
 
         def key_of(row: Row) -> str:
