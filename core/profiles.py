@@ -48,6 +48,10 @@ SHIPPED = Path(__file__).parent.parent / "profiles"
 # 49 lookups are within 10% of tuning. With the default in place of entries more than 1 away it
 # would be 42, with the default alone 40.
 FARTHEST = 4.0
+# The distance of the farthest entry with a config that the kernel cannot estimate, where it can
+# estimate its default. What was tuned for 128×1024×4096 on an H100 took 1.5 to 2.1 times as long as
+# the default at 128×4096×7168, 128×7168×16384 and 128×7168×2048 on an H200.
+UNKNOWN_FARTHEST = 1.0
 # The distance of two problems that differ in one other field: a factor of 1.4 in a dimension.
 OTHER_FIELD = 0.5
 # The distance of an entry for exactly the problem, which comes before all others.
@@ -136,6 +140,7 @@ class Found:
     Attributes:
         stale: the kernel's source has changed since.
         same_shape: the entry's problem has the sizes of this one, whatever its other fields.
+        distance: of the two problems, as `find` measures it.
     """
 
     config: Any
@@ -143,6 +148,7 @@ class Found:
     entry: Entry | None = None
     stale: bool = False
     same_shape: bool = True
+    distance: float = EXACT
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -360,7 +366,7 @@ def _candidates(
             source: Source = "tuned" if distance == EXACT and tuned.own else "nearest"
             sizes = tuned.entry.problem
             same = all(sizes[dim] == getattr(problem, dim) for dim in op.dims)
-            yield Found(tuned.config, source, tuned.entry, tuned.stale, same)
+            yield Found(tuned.config, source, tuned.entry, tuned.stale, same, distance)
 
 
 def exact(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found | None:
@@ -393,19 +399,24 @@ def find(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
     distance of two problems is the root of a sum of squares: log2 of each dimension's ratio, and
     `OTHER_FIELD` for each further field that differs, and for another device. The nearest one is
     within `FARTHEST`. Skipped are configs that are illegal for the problem, that this version's
-    kernel does not know, or that it expects to be slower than its default.
+    kernel does not know, that it expects to be slower than its default, or that it cannot estimate
+    though it can its default and that are more than `UNKNOWN_FARTHEST` away.
     """
     for found in _candidates(op, kernel, problem, device, FARTHEST):
-        if found.same_shape or _promising(kernel, problem, found.config, device):
+        if found.same_shape or _promising(kernel, problem, found, device):
             return found
     return Found(kernel.default(problem, device), "default")
 
 
-def _promising(kernel: Kernel, problem: Any, config: Any, device: Device) -> bool:
-    """Return whether the kernel expects a config to be as fast as its default, or cannot tell."""
-    expected = kernel.estimate(problem, config, device)
+def _promising(kernel: Kernel, problem: Any, found: Found, device: Device) -> bool:
+    """Return whether a config may be as fast as the kernel's default, as far as it can tell."""
+    expected = kernel.estimate(problem, found.config, device)
     usual = kernel.estimate(problem, kernel.default(problem, device), device)
-    return expected is None or usual is None or expected <= MODEL_SLACK * usual
+    if usual is None:
+        return True
+    if expected is None:
+        return found.distance <= UNKNOWN_FARTHEST
+    return expected <= MODEL_SLACK * usual
 
 
 def nearest(op: Op, kernel: Kernel, problem: Any, device: Device, count: int) -> list[Entry]:

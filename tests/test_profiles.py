@@ -515,6 +515,13 @@ def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(to
     assert find(GEMM, toy, gemm(65), H200).config.tile == 2
     expected[2] = 11.0
     assert find(GEMM, toy, gemm(65), H200).source == "default"
+    # Nor is what it has no opinion of taken from afar, unless it has none of its default either.
+    expected[4] = None
+    assert find(GEMM, toy, gemm(128), H200).config.tile == 4
+    assert find(GEMM, toy, gemm(160), H200).source == "default"
+    expected[1] = None
+    assert find(GEMM, toy, gemm(160), H200).source == "nearest"
+    expected[1] = 10.0
     # What was measured at the very shape is not doubted.
     assert find(GEMM, toy, gemm(64, bias=True), H200).config.tile == 8
     assert find(GEMM, toy, gemm(64), H200).source == "tuned"
