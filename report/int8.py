@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import geometric_mean
 from typing import Any
 
 from jetfire.core.suites import PRODUCTS
@@ -138,6 +139,7 @@ def gemm_models(results: Results) -> Section:
     """The GEMMs of one transformer block of each model, against cuBLAS BF16."""
     rows = having(gemm(results), bias=False)
     lines = []
+    pairs: dict[int, list[tuple[float, float]]] = {block: [] for block in BLOCKS}
     for name, model in MODELS.items():
         m, layers = model.tokens, list(model.linears())
         products: dict[str, list[dict[str, Any]]] = {
@@ -146,28 +148,44 @@ def gemm_models(results: Results) -> Section:
             "wgrad": [{"m": out, "n": inp, "k": m, "out": "fp32"} for out, inp in layers],
         }
         for label, problems in products.items():
-            texts = [_layers(rows, problems, block) for block in BLOCKS]
-            if texts != [NOTHING] * len(BLOCKS):
-                lines.append([f"{name} {label}", *texts])
+            found = {block: _layers(rows, problems, block) for block in BLOCKS}
+            if any(found.values()):
+                lines.append([f"{name} {label}", *map(_together, found.values())])
+            for block, layer_pairs in found.items():
+                pairs[block] += layer_pairs
+    if lines:
+        ratios = [[theirs / ours for ours, theirs in of] for of in pairs.values()]
+        means = [times(geometric_mean(of)) if of else NOTHING for of in ratios]
+        lines.append(["each product, geometric mean", *means])
     text = (
         "The four linear layers of one block, 8192 tokens: milliseconds together with the fastest "
-        "kernel for each, and cuBLAS BF16's time over that (its own output is BF16 for wgrad too)."
+        "kernel for each, and cuBLAS BF16's time over that (its own output is BF16 for wgrad too). "
+        "The last line is the mean of the ratios of all products above it."
     )
     head = ["", *(f"block {block}: ms, × cuBLAS BF16" for block in BLOCKS)]
     return Section("GEMM, GPT-2's layers", text, [Table(head, lines)])
 
 
-def _layers(rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int) -> str:
-    """Return the time of some products together, and cuBLAS's over it."""
-    ours = theirs = 0.0
+def _layers(
+    rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int
+) -> list[tuple[float, float]]:
+    """Return our time and cuBLAS's of each product; nothing where one of them has no row."""
+    found = []
     for problem in problems:
         same = having(rows, **problem, block=block)
         kernel = fastest(row for row in same if row.role == "kernel")
         peer = fastest(row for row in same if row.kernel == "cublas_bf16")
-        if kernel is None or peer is None:
-            return NOTHING
-        ours += kernel.ms or 0.0
-        theirs += peer.ms or 0.0
+        if kernel is None or peer is None or not kernel.ms or not peer.ms:
+            return []
+        found.append((kernel.ms, peer.ms))
+    return found
+
+
+def _together(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return the time of some products together, and cuBLAS's over it."""
+    if not pairs:
+        return NOTHING
+    ours, theirs = map(sum, zip(*pairs, strict=True))
     return f"{significant(ours)}, {times(theirs / ours)}"
 
 

@@ -157,6 +157,20 @@ def test_figures_are_those_of_the_rows():
     assert "4000 GB/s: a copy" in page
 
 
+def test_the_mean_of_products_is_of_their_ratios_however_long_each_takes():
+    results = Results(DEVICE, [])
+    linears = ((2304, 768, 350), (768, 768, 1400), (3072, 768, 1400), (768, 3072, 1400))
+    for out, inp, tflops in linears:
+        results.rows.append(gemm_row("triton", "kernel", tflops, 64, 8192, out, inp))
+        results.rows.append(gemm_row("cublas_bf16", "peer", 700, 64, 8192, out, inp))
+    table = part(documents.page(results, "h200.json", []), "GEMM, GPT-2's layers")
+    mean = [line for line in table.splitlines() if "geometric mean" in line]
+    assert mean == ["| each product, geometric mean | – | 1.41× | – |"]  # of ½, 2, 2 and 2
+    assert "0.145, 1.14×" in table  # together: of 3, 1, 4 and 4 parts of the work, 12 / (6 + 4.5)
+    del results.rows[-1]  # a product without a peer leaves no ratio of the four
+    assert "geometric mean" not in documents.page(results, "h200.json", [])
+
+
 def test_pairs_of_blocks_are_rows_of_their_own():
     """They are told by both, and are in no table of one block."""
     results = sample()
