@@ -48,9 +48,10 @@ SHIPPED = Path(__file__).parent.parent / "profiles"
 # 49 lookups are within 10% of tuning. With the default in place of entries more than 1 away it
 # would be 42, with the default alone 40.
 FARTHEST = 4.0
-# The distance of the farthest entry with a config that the kernel cannot estimate, where it can
-# estimate its default. What was tuned for 128×1024×4096 on an H100 took 1.5 to 2.1 times as long as
-# the default at 128×4096×7168, 128×7168×16384 and 128×7168×2048 on an H200.
+# The same where the kernel can estimate its default's time, but not that of the entry's config. The
+# config tuned for 128×1024×4096 on an H100 took 1.5 to 2.1 times as long as the default at
+# 128×4096×7168, 128×7168×16384 and 128×7168×2048 on an H200 (`jetfire bench`, trials of `jetfire
+# tune`).
 UNKNOWN_FARTHEST = 1.0
 # The distance of two problems that differ in one other field: a factor of 1.4 in a dimension.
 OTHER_FIELD = 0.5
@@ -140,7 +141,7 @@ class Found:
     Attributes:
         stale: the kernel's source has changed since.
         same_shape: the entry's problem has the sizes of this one, whatever its other fields.
-        distance: of the two problems, as `find` measures it.
+        distance: from the entry's problem, as `find` measures it; a default is its own problem's.
     """
 
     config: Any
@@ -399,8 +400,8 @@ def find(op: Op, kernel: Kernel, problem: Any, device: Device) -> Found:
     distance of two problems is the root of a sum of squares: log2 of each dimension's ratio, and
     `OTHER_FIELD` for each further field that differs, and for another device. The nearest one is
     within `FARTHEST`. Skipped are configs that are illegal for the problem, that this version's
-    kernel does not know, that it expects to be slower than its default, or that it cannot estimate
-    though it can its default and that are more than `UNKNOWN_FARTHEST` away.
+    kernel does not know, or that it expects to be slower than its default. One whose time it cannot
+    estimate must be within `UNKNOWN_FARTHEST`, if it can estimate the default's.
     """
     for found in _candidates(op, kernel, problem, device, FARTHEST):
         if found.same_shape or _promising(kernel, problem, found, device):

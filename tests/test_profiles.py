@@ -515,7 +515,8 @@ def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(to
     assert find(GEMM, toy, gemm(65), H200).config.tile == 2
     expected[2] = 11.0
     assert find(GEMM, toy, gemm(65), H200).source == "default"
-    # Nor is what it has no opinion of taken from afar, unless it has none of its default either.
+    # A config that it cannot estimate is taken from near by; from afar only where it cannot
+    # estimate its default either.
     expected[4] = None
     assert find(GEMM, toy, gemm(128), H200).config.tile == 4
     assert find(GEMM, toy, gemm(160), H200).source == "default"
