@@ -29,6 +29,7 @@ from jetfire.report.text import (
 
 BLOCKS = (32, 64, 128)
 LARGE = ((8192, 4096), (8192, 16384))
+FEW_ROWS = 128
 
 
 def timed(results: Results) -> list[Row]:
@@ -51,8 +52,13 @@ def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
 
 
 def plain_gemm(results: Results) -> list[Row]:
+    """Return the rows of products that write BF16 and no more."""
+    return having(gemm(results), out="bf16", bias=False, accumulate=False)
+
+
+def square_gemm(results: Results) -> list[Row]:
     """Return the rows of square products that write BF16 and no more."""
-    rows = having(gemm(results), out="bf16", bias=False, accumulate=False)
+    rows = plain_gemm(results)
     return [row for row in rows if row.problem["m"] == row.problem["n"] == row.problem["k"]]
 
 
@@ -72,7 +78,7 @@ def _tflops(rows: Iterable[Row]) -> str:
 
 def gemm_squares(results: Results) -> Section:
     """TFLOP/s of each kernel and block, and of each peer, by size."""
-    rows = plain_gemm(results)
+    rows = square_gemm(results)
     sizes = sorted({row.problem["m"] for row in rows})
     named: list[tuple[str, dict[str, int]]] = [
         (name, {"block": block}) for block in BLOCKS for name in _kernel_names(rows, "kernel")
@@ -111,11 +117,12 @@ def large(results: Results) -> Section:
     """Every memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
 
     def key(row: Row) -> tuple[Any, ...]:
-        return row.op, row.problem.get("mode"), row.problem.get("stats"), _shape(row)
+        compared = (row.problem.get(name) for name in ("mode", "stats", "residual"))
+        return row.op, *compared, _shape(row)
 
     peers = memory_bound(results, "peer")
     compiled = {key(row): row.ms for row in peers if row.kernel == "compile"}
-    named = ("block", "out_block", "mode", "stats", "rounding", "layout")
+    named = ("block", "out_block", "mode", "stats", "rounding", "layout", "residual")
     lines = []
     for row in memory_bound(results):
         if _shape(row) in LARGE:
@@ -166,6 +173,45 @@ def gemm_models(results: Results) -> Section:
     return Section("GEMM, GPT-2's layers", text, [Table(head, lines)])
 
 
+def gemm_few_rows(results: Results) -> Section:
+    """Products of few rows, which read their weights and do little else."""
+    found = [
+        row
+        for row in plain_gemm(results)
+        if row.role == "kernel" and row.problem["m"] <= FEW_ROWS < row.problem["n"]
+    ]
+    peers = ("cublas_bf16", "fp8_scaled_mm_block")
+    lines = []
+    for shape, same in grouped(found, lambda row: shape_text(row.problem, ("block",))).items():
+        row = fastest(same) or same[0]
+        ratios = [times(of) if (of := ratio(row, peer)) else NOTHING for peer in peers]
+        lines.append([shape, time_text(row.ms), share(row.roofline), *ratios])
+    text = f"At most {FEW_ROWS} rows of A, BF16 out: the fastest kernel, and peers' times over its."
+    head = ["", "time", "of roofline", *(f"× {peer}" for peer in peers)]
+    return Section("GEMM, few rows", text, [Table(head, lines)])
+
+
+def gemm_codes(results: Results) -> Section:
+    """What INT8 output in blocks of 32 costs at the models' products of blocks of 128."""
+    rows = [row for row in having(gemm(results), block=128, bias=False) if row.role == "kernel"]
+    lines = []
+    for name, model in MODELS.items():
+        for n, k in dict.fromkeys(model.linears()):
+            same = having(rows, m=model.tokens, n=n, k=k)
+            floats = fastest(having(same, out="bf16"))
+            codes = fastest(having(same, out="int8", out_block=32, rounding="nearest"))
+            if floats is not None and codes is not None and floats.ms and codes.ms:
+                shape = shape_text(codes.problem, ())
+                both = [time_text(floats.ms), time_text(codes.ms), times(floats.ms / codes.ms)]
+                lines.append([name, shape, *both])
+    text = (
+        "Forward's products in blocks of 128, each with BF16 out and with codes in blocks of 32 "
+        "out: the first's time over the second's. Where it is below 1, codes take longer."
+    )
+    head = ["", "", "BF16 out", "INT8 out", "BF16 / INT8"]
+    return Section("GEMM, INT8 out", text, [Table(head, lines)])
+
+
 def _layers(
     rows: Sequence[Row], problems: Sequence[dict[str, Any]], block: int
 ) -> list[tuple[float, float]]:
@@ -190,13 +236,13 @@ def _together(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def usual(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in layout q, rounded as training does, of one block for input and output."""
+    """Return the rows in layout q, rounded as training does, of one block, without a residual."""
     usual_of = {"bwd": "stochastic"}
     return [
         row
         for row in rows
         if row.problem.get("layout", "q") == "q"
-        and "out_block" not in row.problem
+        and not {"out_block", "residual"} & row.problem.keys()
         and row.problem.get("rounding")
         in (None, "", usual_of.get(row.problem.get("mode", ""), "nearest"))
     ]
@@ -297,13 +343,14 @@ def _promoted(block: int, label: str, rows: Sequence[Row]) -> list[str]:
 
 
 def sections(results: Results) -> list[Section]:
-    made = (gemm_squares, gemm_outputs, promotion, gemm_models, other_products, large, small_models)
+    products = (gemm_squares, gemm_outputs, promotion, gemm_models, gemm_codes, gemm_few_rows)
+    made = (*products, other_products, large, small_models)
     return [make(results) for make in made]
 
 
 def readme(results: Results) -> Table:
     """Return the README's short table: the GEMM alone, one line per block."""
-    kernels = [row for row in having(plain_gemm(results), m=8192) if row.role == "kernel"]
+    kernels = [row for row in having(square_gemm(results), m=8192) if row.role == "kernel"]
     best = [(f"GEMM 8192³, block {b}", having(kernels, block=b)) for b in reversed(BLOCKS)]
     lines = [
         [name, time_text(row.ms), rate_text(row), share(row.roofline), show.ratio_text(row)]
@@ -341,5 +388,5 @@ def plots(results: Results) -> dict[str, list[Row]]:
     sizes = {(row.kernel, row.problem["m"]) for row in rest}
     several = {name for name, count in Counter(name for name, _ in sizes).items() if count > 1}
     rest = [row for row in rest if row.kernel in several]
-    found = {PRODUCTS: plain_gemm(results), "promotion": curve(results), "memory-bound": rest}
+    found = {PRODUCTS: square_gemm(results), "promotion": curve(results), "memory-bound": rest}
     return {name: rows for name, rows in found.items() if rows}

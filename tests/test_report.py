@@ -171,6 +171,35 @@ def test_the_mean_of_products_is_of_their_ratios_however_long_each_takes():
     assert "geometric mean" not in documents.page(results, "h200.json", [])
 
 
+def test_products_of_few_rows_have_the_ratios_to_their_peers():
+    results = Results(DEVICE, [])
+    for name, tflops, ratios in (("triton", 100, {"cublas_bf16": 0.5}), ("wgmma", 200, None)):
+        row = gemm_row(name, "kernel", tflops, 128, 64, 4096, 1024)
+        peers = ratios or {"cublas_bf16": 1.25, "fp8_scaled_mm_block": 0.75}
+        results.rows.append(dataclasses.replace(row, vs_peer=peers))
+    results.rows.append(gemm_row("wgmma", "kernel", 200, 128, 256, 4096, 1024))  # more rows
+    results.rows.append(gemm_row("wgmma", "kernel", 200, 128, 64, 64, 64))  # as few columns
+    table = part(documents.page(results, "h200.json", []), "GEMM, few rows")
+    lines = [line for line in table.splitlines() if "block=" in line]
+    assert lines == ["| 64×4096×1024 block=128 | 2.68 µs | 20% | 1.25× | 0.75× |"]
+
+
+def test_codes_are_compared_with_floats_of_the_same_product():
+    results = Results(DEVICE, [])
+    codes = {"out": "int8", "out_block": 32}
+    for tflops, fields in (
+        (500, {}),
+        (400, codes),
+        (999, {"out": "int8"}),
+        (999, {**codes, "rounding": "stochastic"}),
+    ):
+        results.rows.append(gemm_row("wgmma", "kernel", tflops, 128, 8192, 2304, 768, **fields))
+    results.rows.append(gemm_row("wgmma", "kernel", 500, 128, 8192, 768, 768))  # without codes
+    table = part(documents.page(results, "h200.json", []), "GEMM, INT8 out")
+    lines = [line for line in table.splitlines() if "gpt2-124m" in line]
+    assert lines == ["| gpt2-124m | 8192×2304×768 | 58.0 µs | 72.5 µs | 0.80× |"]
+
+
 def test_pairs_of_blocks_are_rows_of_their_own():
     """They are told by both, and are in no table of one block."""
     results = sample()
@@ -184,6 +213,23 @@ def test_pairs_of_blocks_are_rows_of_their_own():
     assert any("out=int8 out_block=32, triton | – | – | 777" in line for line in lines)
     for title in ("Memory-bound ops by width", "GEMM, squares"):
         assert part(page, title) == part(plain, title)
+
+
+def test_a_pass_with_the_stream_is_not_compared_with_one_without():
+    """LayerNorm's backward adds its gradient to the residual stream's if `residual`."""
+    results = sample()
+    for name, role, gbps, own in (
+        ("gluon", "kernel", 1000, {}),
+        ("tiles", "kernel", 2000, {"residual": True}),
+        ("compile", "peer", 1000, {}),
+    ):
+        row = small_row(name, role, gbps, 4096, mode="bwd", stats="row", **own)
+        results.rows.append(dataclasses.replace(row, op="layernorm"))
+    page = documents.page(results, "h200.json", [])
+    lines = [line for line in page.splitlines() if "| 8192×4096 |" in line and "layernorm" in line]
+    assert ["residual=true" in line for line in lines] == [False, True]
+    assert ["1.00×" in line for line in lines] == [True, False]
+    assert "| layernorm bwd 8192×4096 | 25 |" in part(page, "Memory-bound ops by width")
 
 
 def readme_of(results):
