@@ -7,7 +7,7 @@ import shlex
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jetfire.core import loaded, profiles, registry, terminal
+from jetfire.core import loaded, lookup, profiles, registry, terminal
 from jetfire.core.device import SHARED_KIB, Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Kernel
@@ -17,7 +17,8 @@ from jetfire.core.tensors import Tensors, alias, changed
 
 if TYPE_CHECKING:
     from jetfire.core.kernel import Config
-    from jetfire.core.profiles import Entry, Found
+    from jetfire.core.lookup import Found
+    from jetfire.core.profiles import Entry
 
 _said: set[tuple[str, ...]] = set()
 
@@ -35,7 +36,7 @@ def choose(op: Op, problem: Problem, device: Device) -> tuple[Kernel, Config]:
     """
     reasons = []
     for kernel in in_turn(op, problem, device):
-        found = profiles.find(op, kernel, problem, device)
+        found = lookup.find(op, kernel, problem, device)
         reason = None
         if found.source == "default":
             reason = kernel.legal(problem, found.config, device)
@@ -57,7 +58,7 @@ def in_turn(op: Op, problem: Any, device: Device) -> list[Kernel]:
     """
 
     def waits(kernel: Kernel) -> bool:
-        return kernel.candidate and profiles.exact(op, kernel, problem, device) is None
+        return kernel.candidate and lookup.exact(op, kernel, problem, device) is None
 
     return sorted(registry.kernels(op.name).values(), key=waits)
 
@@ -69,11 +70,11 @@ def _fastest(
 
     Times are compared that one GPU has.
     """
-    if found.entry is None or found != profiles.known(op, kernel, problem, device):
+    if found.entry is None or found != lookup.known(op, kernel, problem, device):
         return kernel, found
     best = found.entry
     for other in registry.kernels(op.name).values():
-        rival = profiles.known(op, other, problem, device, best.gpu)
+        rival = lookup.known(op, other, problem, device, best.gpu)
         if rival and rival.entry and rival.entry.ms < best.ms:
             kernel, found, best = other, rival, rival.entry
     return kernel, found
@@ -95,7 +96,7 @@ def report(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
     if interpreted(kernel, device) or not kernel.space(problem, device):
         return
     if found.source != "tuned":
-        if profiles.strict():
+        if lookup.strict():
             raise UsageError(f"{_missing(op, problem, device)}; {_remedy(op, problem)}")
         # The same shape with, for instance, a bias or another rounding is as good as tuned.
         near = found.entry

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from jetfire.core import profiles, registry
+from jetfire.core import lookup, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError
 from jetfire.core.host import hosts
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import command_for, in_turn, needs_another_device, report
+from jetfire.core.lookup import Found
 from jetfire.core.op import Op
-from jetfire.core.profiles import Entry, Found
+from jetfire.core.profiles import Entry
 from jetfire.export import naming
 from jetfire.export.foreign import Foreign
 from jetfire.export.signature import Signature, signature_of
@@ -201,7 +202,7 @@ def _fastest(
     lookups: dict[str, list[Found]] = {}
     formless = []
     for kernel in (k for k in kernels.values() if k.backend in GPU):
-        found = [profiles.find(op, kernel, problem, device) for problem in problems]
+        found = [lookup.find(op, kernel, problem, device) for problem in problems]
         if any(f.entry is None for f in found):
             continue
         if _has_form(kernel):
@@ -225,7 +226,7 @@ def _tuned_on(
     gpu: str, op: Op, kernels: Sequence[Kernel], problems: Sequence[Any], device: Device
 ) -> dict[str, list[Found]]:
     """Return what lookups give of the kernels that were tuned for all problems on a GPU."""
-    found = {k.name: [profiles.known(op, k, p, device, gpu) for p in problems] for k in kernels}
+    found = {k.name: [lookup.known(op, k, p, device, gpu) for p in problems] for k in kernels}
     return {
         name: [f for f in of_kernel if f is not None]
         for name, of_kernel in found.items()
@@ -287,7 +288,7 @@ def make(
         raise UsageError(f"{op.name}/{named.name} is a Python call: expected Triton or CUDA C++")
     else:
         kernel = named
-        found = [profiles.find(op, named, problem, device) for problem in problems]
+        found = [lookup.find(op, named, problem, device) for problem in problems]
     tuned = tuple(
         _tuned(op, kernel, problem, device, one)
         for problem, one in zip(problems, found, strict=True)

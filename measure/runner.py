@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from jetfire.core import broken, profiles, registry, terminal
+from jetfire.core import broken, lookup, registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, UsageError, first_line, unknown
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import interpreted, needs_another_device, report, verify
+from jetfire.core.lookup import Found
 from jetfire.core.op import Check
-from jetfire.core.profiles import Found
 from jetfire.core.tensors import Tensors
 from jetfire.measure import peers as peer_ops
 from jetfire.measure import timer
@@ -96,7 +96,7 @@ def choices(case: Case, device: Device, options: Options) -> list[Choice]:
                 used.append((kernel, found))
     tuned = any(found.source == "tuned" for _, found in used)
     for kernel, found in used:
-        if found.stale or profiles.strict() or not tuned:
+        if found.stale or lookup.strict() or not tuned:
             report(case.op, kernel, case.problem, device, found)
     return chosen
 
@@ -105,7 +105,7 @@ def _configs(
     case: Case, kernel: Kernel, device: Device, options: Options
 ) -> tuple[Found, list[tuple[Any, str | None]]]:
     """Return what profiles have, and the config to measure or one per schedule, with its source."""
-    found = profiles.find(case.op, kernel, case.problem, device)
+    found = lookup.find(case.op, kernel, case.problem, device)
     if options.schedules:
         return found, [
             (found.config, found.source)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from jetfire.bench import shipped as records
 from jetfire.bench.progress import watch
-from jetfire.core import profiles, registry
+from jetfire.core import lookup, registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose
@@ -78,7 +78,7 @@ class Shipped:
     def _tuned(self, op: Op, problem: Any) -> Time | None:
         """Return what the fastest of the tuned kernels took when they were tuned."""
         kernels = registry.kernels(op.name).values()
-        found = (profiles.exact(op, kernel, problem, self.device) for kernel in kernels)
+        found = (lookup.exact(op, kernel, problem, self.device) for kernel in kernels)
         entries = [one.entry for one in found if one is not None and one.entry is not None]
         best = min(entries, key=lambda entry: entry.ms, default=None)
         if best is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from jetfire.core import calls, profiles
+from jetfire.core import calls, lookup
 from jetfire.core.calls import Planned
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Kernel
@@ -58,7 +58,7 @@ def _launch(call: Planned) -> _Launch:
 
 
 def _digest(call: Planned) -> str | None:
-    found = profiles.exact(call.op, call.kernel, call.problem, call.device)
+    found = lookup.exact(call.op, call.kernel, call.problem, call.device)
     if found is None or found.stale or found.config != call.config or found.entry is None:
         return None
     same = found.entry.problem == call.problem.as_dict()  # an eps or a decay too

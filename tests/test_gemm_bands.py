@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetfire import ops
-from jetfire.core import profiles, registry, replay
+from jetfire.core import lookup, registry, replay
 from jetfire.core.device import Device, target_device
 from jetfire.core.launch import verify
 from jetfire.core.replay import build
@@ -346,7 +346,7 @@ def test_a_product_of_two_launches_is_replayed_without_python(hopper, monkeypatc
     monkeypatch.delenv("JETFIRE_REPLAY", raising=False)
     problem = OP.Problem(16384, 4096, 4096, block=128, out="bf16")
     device = Device.parse(str(hopper))
-    config = profiles.find(OP, KERNEL, problem, device).config
+    config = lookup.find(OP, KERNEL, problem, device).config
     if not config.banded:
         pytest.skip(f"the config in use has clusters of {config.cluster}")
     inputs = OP.inputs(problem, hopper)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetfire.cli import execute
-from jetfire.core import profiles, registry
+from jetfire.core import lookup, registry
 from jetfire.core.device import Device
 from jetfire.models import bench, tuning
 
@@ -68,7 +68,7 @@ def test_the_step_s_own_kernel_is_tuned_beside_a_named_one_unless_it_was(monkeyp
     both = tuning.cases(case, "int8", CPU, ("other",))
     assert both.keys() == {"int_mm", "other"}
     assert both["int_mm"] == both["other"]
-    monkeypatch.setattr(profiles, "exact", lambda *_: object())
+    monkeypatch.setattr(lookup, "exact", lambda *_: object())
     assert tuning.cases(case, "int8", CPU, ("other",)).keys() == {"other"}
 
 

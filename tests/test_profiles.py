@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 
 from jetfire import cli
 from jetfire.commands import options
-from jetfire.core import launch, profiles, registry, schema, terminal, workloads
+from jetfire.core import launch, lookup, profiles, registry, schema, terminal, workloads
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import choose, command_for
-from jetfire.core.profiles import Entry, find
+from jetfire.core.lookup import find
+from jetfire.core.profiles import Entry
 from jetfire.measure import plan, provenance, runner
 from jetfire.measure.plan import Case
 from jetfire.tests import forked
@@ -73,7 +74,7 @@ class Toy(Kernel):
 def folder(tmp_path, monkeypatch):
     """The user's folder; nothing is shipped."""
     monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "user"))
-    monkeypatch.delenv(profiles.STRICT, raising=False)
+    monkeypatch.delenv(lookup.STRICT, raising=False)
     monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(launch, "_said", set())
     profiles.forget()
@@ -404,7 +405,7 @@ def test_a_pair_of_blocks_has_its_own(toy):
     for more in ({"out_block": 64}, {"block": 64, "out_block": 32}, {"block": 32}):
         other = gemm(**{"block": 128, "out": "int8", **more})
         assert find(GEMM, toy, other, H200).source == "default"
-    assert profiles._place(GEMM, same) == profiles._place(GEMM, pair)
+    assert lookup._place(GEMM, same) == lookup._place(GEMM, pair)
     missed = warned(lambda: choose(GEMM, gemm(block=64, out="int8", out_block=128), H200))
     assert "no profile for m=64 n=64 k=64 block=64 out_block=128 on NVIDIA H200" in missed[0]
 
@@ -420,15 +421,15 @@ def test_problems_saved_before_there_were_two_blocks_are_as_they_were(monkeypatc
 
 def test_a_field_that_matters_less_is_a_distance():
     op = GEMM
-    place = profiles._place
+    place = lookup._place
     same = gemm(out="int8", layout="q", rounding="nearest")
     for other in (gemm(out="int8", layout="qt"), gemm(out="int8", bias=True)):
-        assert math.dist(place(op, same), place(op, other)) == pytest.approx(profiles.OTHER_FIELD)
+        assert math.dist(place(op, same), place(op, other)) == pytest.approx(lookup.OTHER_FIELD)
     both = gemm(out="int8", layout="both", rounding="stochastic")
     assert math.dist(place(op, same), place(op, both)) == pytest.approx(
-        math.hypot(profiles.OTHER_FIELD, profiles.OTHER_FIELD)
+        math.hypot(lookup.OTHER_FIELD, lookup.OTHER_FIELD)
     )
-    assert profiles._other_fields(registry.get("cross_entropy")) == ()  # `valid` has many values
+    assert lookup._other_fields(registry.get("cross_entropy")) == ()  # `valid` has many values
 
 
 def test_a_profile_is_for_any_floats(toy):
@@ -452,10 +453,10 @@ def test_a_profile_is_for_any_floats(toy):
 
 def test_what_is_too_far_is_not_used(toy):
     save(entry(gemm(64), tile=8))
-    factor = 2**profiles.FARTHEST
+    factor = 2**lookup.FARTHEST
     assert find(GEMM, toy, gemm(int(64 * factor)), H200).source == "nearest"
     assert find(GEMM, toy, gemm(int(64 * factor) + 1), H200).source == "default"
-    assert len(profiles.nearest(GEMM, toy, gemm(64 * 1000), H200, 3)) == 1
+    assert len(lookup.nearest(GEMM, toy, gemm(64 * 1000), H200, 3)) == 1
 
 
 H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
@@ -472,7 +473,7 @@ def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
     save(entry(gemm(), tile=8), entry(gemm(90), tile=2))
     found = find(GEMM, toy, gemm(), H100)
     assert (found.config.tile, found.source, found.entry.gpu) == (8, "nearest", "NVIDIA H200")
-    assert profiles.exact(GEMM, toy, gemm(), H100) is None  # no time of the H200's is the H100's
+    assert lookup.exact(GEMM, toy, gemm(), H100) is None  # no time of the H200's is the H100's
     assert find(GEMM, toy, gemm(), A100).source == "default"
     save_for(H100, entry(gemm(90), tile=4))
     assert find(GEMM, toy, gemm(90), H100).source == "tuned"
@@ -483,7 +484,7 @@ def test_another_device_of_the_architecture_has_what_this_one_lacks(toy):
     assert find(GEMM, toy, gemm(66), H100).config.tile == 4
     save_for(H100, entry(gemm(90 * 8), tile=1))
     assert find(GEMM, toy, gemm(64, bias=True), H100).config.tile == 4
-    near = profiles.nearest(GEMM, toy, gemm(64), H100, 4)
+    near = lookup.nearest(GEMM, toy, gemm(64), H100, 4)
     assert [e.config["tile"] for e in near] == [8, 4, 2, 1]
 
 
@@ -508,7 +509,7 @@ def chosen(problem, device):
 
 def test_what_the_kernel_expects_to_be_slower_than_its_default_is_passed_over(toy, monkeypatch):
     save(entry(gemm(64), tile=8), entry(gemm(70), tile=4), entry(gemm(80), tile=2))
-    expected = {1: 10.0, 8: 10.0 * profiles.MODEL_SLACK + 0.1, 4: None, 2: 9.0}
+    expected = {1: 10.0, 8: 10.0 * lookup.MODEL_SLACK + 0.1, 4: None, 2: 9.0}
     monkeypatch.setattr(toy, "estimate", lambda problem, config, device: expected[config.tile])
     assert find(GEMM, toy, gemm(65), H200).config.tile == 4  # of which it has no opinion
     expected[4] = 11.0
@@ -532,10 +533,10 @@ def test_the_nearest_for_a_tuner_are_legal_and_differ(toy):
     save(
         *(entry(gemm(m), tile=tile) for m, tile in ((64, 2), (65, 2), (70, 4), (80, 1000), (90, 8)))
     )
-    found = profiles.nearest(GEMM, toy, gemm(64), H200, 3)
+    found = lookup.nearest(GEMM, toy, gemm(64), H200, 3)
     assert [e.config["tile"] for e in found] == [2, 4, 8]
-    assert len(profiles.nearest(GEMM, toy, gemm(64), H200, 2)) == 2
-    assert profiles.nearest(GEMM, toy, gemm(64), H200, 0) == []
+    assert len(lookup.nearest(GEMM, toy, gemm(64), H200, 2)) == 2
+    assert lookup.nearest(GEMM, toy, gemm(64), H200, 0) == []
 
 
 sizes = st.builds(gemm, *[st.integers(1, 300)] * 3, block=st.sampled_from((32, 64)))
@@ -547,11 +548,11 @@ def test_nothing_legal_is_nearer(tuned, wanted):
     kernel = Toy()
     every: dict = {}
     for problem, tile in tuned:
-        where = profiles._sort_of(problem), profiles._place(GEMM, problem)
-        one = profiles._Tuned(entry(problem, tile), True, ToyConfig(tile), False, *where)
-        every.setdefault(profiles._kind(GEMM, problem), []).append(one)
+        where = profiles.sort_of(problem), lookup._place(GEMM, problem)
+        one = lookup._Tuned(entry(problem, tile), True, ToyConfig(tile), False, *where)
+        every.setdefault(lookup._kind(GEMM, problem), []).append(one)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "_tuned", lambda *_: every)
+        patch.setattr(lookup, "_tuned", lambda *_: every)
         found = find(GEMM, kernel, wanted, H200)
 
     def distance(problem):
@@ -562,7 +563,7 @@ def test_nothing_legal_is_nearer(tuned, wanted):
         for problem, tile in tuned
         if tile <= wanted.m and problem.block == wanted.block
     ]
-    near = [d for d in near if d <= profiles.FARTHEST]
+    near = [d for d in near if d <= lookup.FARTHEST]
     assert (found.source == "default") == (not near)
     if near:
         assert distance(gemm(**found.entry.problem)) == pytest.approx(min(near))
@@ -665,7 +666,7 @@ def test_a_stale_profile_is_told_of_once(toy):
 
 def test_strict_makes_a_miss_an_error(toy, monkeypatch):
     save(entry(gemm()))
-    monkeypatch.setenv(profiles.STRICT, "1")
+    monkeypatch.setenv(lookup.STRICT, "1")
     choose(GEMM, gemm(), H200)
     for problem in (gemm(80), gemm(4096)):
         with pytest.raises(UsageError, match=r"no profile for m=\d+ .*; tune it: jetfire-tune"):
@@ -674,21 +675,21 @@ def test_strict_makes_a_miss_an_error(toy, monkeypatch):
 
 @pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on"])
 def test_profiles_are_strict_by_any_word_for_on(monkeypatch, word):
-    monkeypatch.setenv(profiles.STRICT, word)
-    assert profiles.strict()
+    monkeypatch.setenv(lookup.STRICT, word)
+    assert lookup.strict()
 
 
 @pytest.mark.parametrize("word", ["", "0", "false", "False", "NO", "off"])
 def test_profiles_are_not_strict_by_any_word_for_off(monkeypatch, word):
-    monkeypatch.setenv(profiles.STRICT, word)
-    assert not profiles.strict()
+    monkeypatch.setenv(lookup.STRICT, word)
+    assert not lookup.strict()
 
 
 @pytest.mark.parametrize("word", ["2", "strict", " 1", "truee"])
 def test_what_is_no_word_for_on_or_off_is_refused(monkeypatch, capsys, word):
-    monkeypatch.setenv(profiles.STRICT, word)
+    monkeypatch.setenv(lookup.STRICT, word)
     with pytest.raises(UsageError):
-        profiles.strict()
+        lookup.strict()
     assert cli.execute("bench", DRY) == 2
     assert capsys.readouterr().err == (
         f"jetfire: JETFIRE_STRICT_PROFILE={word!r}: "
@@ -697,13 +698,13 @@ def test_what_is_no_word_for_on_or_off_is_refused(monkeypatch, capsys, word):
 
 
 def test_nothing_is_told_where_there_is_nothing_to_tune(monkeypatch):
-    monkeypatch.setenv(profiles.STRICT, "1")
+    monkeypatch.setenv(lookup.STRICT, "1")
     monkeypatch.setattr(registry, "kernels", lambda _: {"toy": Toy(values=())})
     assert warned(lambda: choose(GEMM, gemm(), H200)) == []
 
 
 def test_nothing_is_told_of_interpreted_kernels(monkeypatch):
-    monkeypatch.setenv(profiles.STRICT, "1")
+    monkeypatch.setenv(lookup.STRICT, "1")
     triton = registry.get_kernel("gemm", "triton")
     monkeypatch.setattr(registry, "kernels", lambda _: {"triton": triton})
     here = dataclasses.replace(CPU, interpreted=True)
@@ -809,7 +810,7 @@ def test_the_bench_asks_for_no_second_kernel_to_be_tuned(monkeypatch):
     save(entry(gemm(), kernel="first"))
     case = Case(GEMM, gemm())
     assert warned(lambda: runner.choices(case, H200, runner.Options())) == []
-    monkeypatch.setenv(profiles.STRICT, "1")
+    monkeypatch.setenv(lookup.STRICT, "1")
     with pytest.raises(UsageError, match="no profile"):
         runner.choices(case, H200, runner.Options())
 
@@ -824,7 +825,7 @@ def test_the_command_line_warns_in_a_line(toy, capsys):
 
 
 def test_a_strict_command_line_exits_2(toy, capsys, monkeypatch):
-    monkeypatch.setenv(profiles.STRICT, "0")
+    monkeypatch.setenv(lookup.STRICT, "0")
     assert cli.execute("bench", [*DRY, "--strict-profile"]) == 2
     assert "tune it: jetfire-tune gemm --m 64" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.core import profiles, registry
+from jetfire.core import lookup, profiles, registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import JetfireWarning
 from jetfire.core.launch import choose
@@ -82,7 +82,7 @@ def test_every_problem_has_a_profile_of_the_kernel_that_runs_it(entries):
         warnings.simplefilter("ignore", JetfireWarning)
         for case in problems.cases():
             kernel, config = choose(case.op, case.problem, H200)
-            found = profiles.exact(case.op, kernel, case.problem, H200)
+            found = lookup.exact(case.op, kernel, case.problem, H200)
             known = found is not None and found.config == config
             if known == case.op.untuned:
                 missing.append(f"{case.op.name}/{kernel.name} {case.problem}")
@@ -102,9 +102,9 @@ def test_a_tile_is_not_taken_for_another_rounding_or_layout_that_it_was_slow_for
 ):
     of, kernel = registry.get(op), registry.get_kernel(op, "triton")
     tuned = of.Problem(m=8192, n=4096)
-    assert profiles.find(of, kernel, tuned, H200).source == "tuned"
+    assert lookup.find(of, kernel, tuned, H200).source == "tuned"
     other = dataclasses.replace(tuned, **{field: value})
-    found = profiles.find(of, kernel, other, H200)
+    found = lookup.find(of, kernel, other, H200)
     assert found.source == "default" or found.entry.problem[field] == value
 
 
@@ -119,7 +119,7 @@ def test_what_was_tuned_is_what_runs_unless_another_is_faster(shipped, name):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", JetfireWarning)
                 kernel, _ = choose(op, problem, device)
-            found = profiles.exact(op, kernel, problem, device)
+            found = lookup.exact(op, kernel, problem, device)
             if found is None or found.entry is None or found.entry.ms > entry.ms:
                 unused.append(f"{named(op.name, entry)}: {kernel.name} runs")
     assert unused == []

@@ -22,7 +22,7 @@ sys.path.insert(0, str(FAULTS))
 import faulty  # noqa: E402
 
 from jetfire import cli  # noqa: E402
-from jetfire.core import profiles, registry  # noqa: E402
+from jetfire.core import lookup, profiles, registry  # noqa: E402
 from jetfire.core.device import Device  # noqa: E402
 from jetfire.core.errors import UsageError  # noqa: E402
 from jetfire.core.files import Unwritable  # noqa: E402
@@ -505,7 +505,7 @@ def test_an_odd_entry_spoils_nothing(capsys, tmp_path, kind):
         assert not any("skipped" in line for line in errors)
     op = registry.get("transpose")
     other = op.Problem(64, 32, block=32)
-    assert profiles.find(op, faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
+    assert lookup.find(op, faulty.KERNEL, other, Device.parse("cpu")).source == "tuned"
     code, _, errors = run(capsys, *EIGHT)
     assert code == 0, errors
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jetfire.core import interrupts, profiles
+from jetfire.core import interrupts, lookup
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, WrongResultError
 from jetfire.core.files import Unwritable, add, append
 from jetfire.core.kernel import Config, Kernel
-from jetfire.core.profiles import Found
+from jetfire.core.lookup import Found
 from jetfire.measure.plan import Case
 from jetfire.measure.timer import Timing
 from jetfire.report import counters
@@ -216,7 +216,7 @@ class SearchTarget:
 
     def found(self, device: Device) -> Found:
         """Return what a lookup gives now."""
-        return profiles.find(self.case.op, self.kernel, self.case.problem, device)
+        return lookup.find(self.case.op, self.kernel, self.case.problem, device)
 
 
 @dataclass(frozen=True)

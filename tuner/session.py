@@ -10,12 +10,13 @@ from statistics import geometric_mean
 import numpy as np
 from optuna.storages import InMemoryStorage
 
-from jetfire.core import profiles
+from jetfire.core import lookup, profiles
 from jetfire.core.device import Device
 from jetfire.core.errors import JetfireError, TimedOutError, UsageError, WrongResultError
 from jetfire.core.files import check_writable
 from jetfire.core.kernel import Config
-from jetfire.core.profiles import Entry, Found
+from jetfire.core.lookup import Found
+from jetfire.core.profiles import Entry
 from jetfire.measure import peaks, provenance
 from jetfire.measure.load import Load
 from jetfire.measure.ncu import Ncu, ProfilingError
@@ -208,7 +209,7 @@ class Session:
         """
         asked, problem, space = self.asked, target.case.problem, target.space
         found = target.found(self.device)
-        near = profiles.nearest(target.case.op, target.kernel, problem, self.device, NEAREST)
+        near = lookup.nearest(target.case.op, target.kernel, problem, self.device, NEAREST)
         configs = [space.base.as_dict(), found.config.as_dict(), *(e.config for e in near)]
         points: dict[Point | None, None] = dict.fromkeys(space.point(config) for config in configs)
         first = [point for point in points if point is not None and space.legal(point)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jetfire.core import profiles
+from jetfire.core import lookup
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError
 from jetfire.core.launch import in_turn
@@ -44,7 +44,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
         op = ops[attempt % len(ops)]
         problem = _draw(op, rng)
         for kernel in in_turn(op, problem, device):
-            known = profiles.find(op, kernel, problem, device)
+            known = lookup.find(op, kernel, problem, device)
             if kernel.legal(problem, known.config, device) is None:
                 if known.source != "tuned" and kernel.space(problem, device):
                     space = Space.of(kernel, problem, device)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from jetfire.core import calls, profiles, registry
+from jetfire.core import calls, lookup, profiles, registry
 from jetfire.core.device import Device
 from jetfire.core.errors import Interrupted, JetfireError, JetfireWarning, NoDeviceError, UsageError
 from jetfire.gpt2.bench.cases import StepProblem, TrainingCase
@@ -71,7 +71,7 @@ def planned(
             if kernel.name in kernels
             and kernel.legal(problem, kernel.default(problem, device), device) is None
         ]
-        if not kernels or (named and not profiles.exact(call.op, call.kernel, problem, device)):
+        if not kernels or (named and not lookup.exact(call.op, call.kernel, problem, device)):
             named.append(call.kernel)
         for kernel in dict.fromkeys(named):
             found.setdefault(kernel.name, []).append(Case(call.op, problem))
@@ -164,7 +164,7 @@ def tune(
     device = Device.parse(asked.device)
     if device.kind == "cpu":
         raise NoDeviceError(f"nothing to tune for training on {device.label}: expected a GPU")
-    os.environ.pop(profiles.STRICT, None)  # a profile that is missing is no error here
+    os.environ.pop(lookup.STRICT, None)  # a profile that is missing is no error here
     wanted: dict[str, dict[Case, None]] = {}
     for found in find(device):
         for kernel, problems in found.items():
