@@ -194,7 +194,7 @@ def gemm_few_rows(results: Results) -> Section:
 def gemm_codes(results: Results) -> Section:
     """What INT8 output in blocks of 32 costs at the models' products of blocks of 128."""
     rows = [row for row in having(gemm(results), block=128, bias=False) if row.role == "kernel"]
-    lines = []
+    lines, ratios = [], []
     for name, model in MODELS.items():
         for n, k in dict.fromkeys(model.linears()):
             same = having(rows, m=model.tokens, n=n, k=k)
@@ -202,8 +202,11 @@ def gemm_codes(results: Results) -> Section:
             codes = fastest(having(same, out="int8", out_block=32, rounding="nearest"))
             if floats is not None and codes is not None and floats.ms and codes.ms:
                 shape = shape_text(codes.problem, ())
-                both = [time_text(floats.ms), time_text(codes.ms), times(floats.ms / codes.ms)]
+                ratios.append(floats.ms / codes.ms)
+                both = [time_text(floats.ms), time_text(codes.ms), times(ratios[-1])]
                 lines.append([name, shape, *both])
+    if ratios:
+        lines.append(["geometric mean", "", "", "", times(geometric_mean(ratios))])
     text = (
         "Forward's products in blocks of 128, each with BF16 out and with codes in blocks of 32 "
         "out: the first's time over the second's. Where it is below 1, codes take longer."
