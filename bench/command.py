@@ -320,8 +320,10 @@ class Output:
                 with suppress(Unreadable):  # broken meanwhile: what it had is written again
                     there = existing_rows(self.asked)
                 self._check_device(there)
-            results = Results(self.record, list(there.rows) if there else [])
-            results.merge(self.rows)
+            results = Results(self.record)
+            if there is not None:
+                results.merge(there)
+            results.merge(Results(self.record, self.rows))
             write(file, render(results, self.asked.file_format))
 
     def _print(self) -> None:

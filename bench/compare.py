@@ -282,13 +282,17 @@ def compare(
         lambda: _tables(found, a, b),
         lambda: _lines(found),
     )
-    if before.device.get("timer") != after.device.get("timer"):
-        note("the two files were timed by different versions of the timer")
+    if any(_timer(before, pair.before) != _timer(after, pair.after) for pair in found.pairs):
+        note("rows of the two files were timed by different versions of the timer")
     if share is None:
         return
     if len(names) > 1:
         raise UsageError(f"{a} is of {names[0]}, {b} of {names[1]}: expected one device to judge")
     judge(found, share)
+
+
+def _timer(results: Results, row: Row) -> object:
+    return results.measured(row).get("timer")
 
 
 def _print(found: Match, title: str, a: Path, b: Path) -> None:

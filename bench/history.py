@@ -196,7 +196,7 @@ def series_of(runs: Sequence[MeasuredRun]) -> list[KernelTimes]:
     points = [Point(run, row) for run in runs for row in _timed(run.results.rows)]
 
     def key(point: Point) -> tuple[str, object, str]:
-        timer = point.run.results.device.get("timer")
+        timer = point.run.results.measured(point.row).get("timer")
         return point.run.device, timer, point.row.key(config=False)
 
     return [KernelTimes(same[0].run.device, same) for same in grouped(points, key).values()]

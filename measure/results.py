@@ -1,9 +1,13 @@
-"""Result rows and the JSON file that holds them: `{"schema": 1, "device": …, "rows": […]}`."""
+"""Result rows and the JSON file that holds them: `{"schema": 1, "device": …, "rows": […]}`.
+
+A file to which rows were added has `runs` too: what the rows of other runs were measured with.
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -17,13 +21,26 @@ from typing_extensions import TypedDict
 
 from jetfire.core import schema, terminal
 from jetfire.core.errors import UsageError
-from jetfire.core.files import MIB
+from jetfire.core.files import MIB, Unreadable
 from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Plain, Text, also, most
 
 SCHEMA = 1
 # Bounds of a file: 740 bytes per row, where those of gemm on a GPU, the longest, have 630 in the
 # mean. To parse the costliest file of 14 MiB takes 0.9 GiB and 3.7 s.
 MOST, MOST_ROWS = 12 * MIB, 17_000
+# The fields of a device's record in which the runs that one file has rows of may differ.
+RUN_FIELDS = (
+    "driver",
+    "cuda",
+    "torch",
+    "triton",
+    "python",
+    "jetfire",
+    "timer",
+    "commit",
+    "time",
+    "date",
+)
 CURVE_FIELDS = ("curve", "sqnr_db", "row_sqnr_db", "schedule_err")
 
 # Bounds well within those of floats, so that no quotient of two measurements overflows: a time is
@@ -86,6 +103,9 @@ class DeviceRecord(TypedDict, total=False):
     peaks: Peaks | None
 
 
+Record = Annotated[dict[Name, Plain], most(100), also(DeviceRecord)]
+
+
 class Extra(TypedDict, total=False):
     """Fields that only some rows have.
 
@@ -121,7 +141,7 @@ class Row:
         ms, ms_p20, ms_p80: milliseconds per call: median, 20th and 80th percentile of `samples`.
         tflops: 1e12 multiply-add operations of the matrix unit per second (two each).
         gbps: 1e9 bytes per second, of the fewest that the op must move.
-        roofline: floor time over measured time, with the peaks of the file's device.
+        roofline: floor time over measured time, with the peaks that its run found.
         vs_peer: by peer, its time over this kernel's: above 1 the kernel is faster.
         sm_mhz: the SM clock during the samples.
         watts: board power over a run without pause.
@@ -135,6 +155,8 @@ class Row:
         schedule_err: ‖out − C‖/‖C‖ in fp32, C in float64 from the quantised inputs.
         export: the form of the export that was measured. It keeps the row apart from the kernel's
             own. None for most.
+        run: the key in the file's `runs` of what it was measured with; None where that is the
+            file's `device`.
         extra: further fields: `stages` (name → ms) of a kernel that has several, `counters` of one
             that was profiled, and those of other commands (`peak_gib`, …), kept as they are.
     """
@@ -167,13 +189,15 @@ class Row:
     row_sqnr_db: Decibels | None = None
     schedule_err: NotNegative | None = None
     export: Name | None = None
+    run: Name | None = None
     extra: Annotated[dict[Name, Plain], most(100), also(Extra)] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as JSON has it: extra fields beside the others, no NaN and no infinity.
 
         An error, which a kernel may have worded, is one line without control characters. Fields
-        that only a curve's points have, or only exports, are left out of other rows.
+        that only a curve's points have, or only exports, or rows of another run, are left out of
+        other rows.
         """
         plain = dataclasses.asdict(self)
         plain["error"] = terminal.line(self.error)
@@ -181,8 +205,9 @@ class Row:
             for name in CURVE_FIELDS:
                 if plain[name] is None:
                     del plain[name]
-        if self.export is None:
-            del plain["export"]
+        for name in ("export", "run"):
+            if plain[name] is None:
+                del plain[name]
         plain.update(plain.pop("extra"))
         return {name: _finite(value) for name, value in plain.items()}
 
@@ -244,19 +269,30 @@ SavedRow = Annotated[Row, BeforeValidator(_gathered), AfterValidator(_ordered)]
 
 @dataclass(frozen=True)
 class _File:
-    device: Annotated[dict[Name, Plain], most(100), also(DeviceRecord)] | None
+    device: Record | None
     rows: Annotated[list[SavedRow], Field(max_length=MOST_ROWS), FailFast()]
+    runs: Annotated[dict[Name, Record], most(MOST_ROWS)] = field(default_factory=dict)
 
 
 @dataclass
 class Results:
-    """The result rows of one device."""
+    """The result rows of one device.
+
+    Attributes:
+        device: its record, of the run that the file was begun in or last added to.
+        runs: of rows of other runs, the fields `RUN_FIELDS` of their records, as far as known.
+    """
 
     device: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def merge(self, rows: Iterable[Row]) -> None:
-        """Add rows; a row with the key of one that is here replaces it.
+    def measured(self, row: Row) -> Mapping[str, Any]:
+        """Return what a row was measured with: `RUN_FIELDS`, or the whole record of the device."""
+        return self.device if row.run is None else self.runs[row.run]
+
+    def merge(self, other: Results) -> None:
+        """Add the rows of another run; a row with the key of one that is here replaces it.
 
         A config that a profile chose is not part of that key: an earlier row with another config
         is of a profile that is no longer in use.
@@ -266,7 +302,8 @@ class Results:
             return row.key(config=row.profile is None)
 
         at = {key_of(row): i for i, row in enumerate(self.rows)}
-        for row in rows:
+        for row in other.rows:
+            row = dataclasses.replace(row, run=self._run(other.measured(row)))
             key = key_of(row)
             if key in at:
                 self.rows[at[key]] = row
@@ -274,10 +311,28 @@ class Results:
                 at[key] = len(self.rows)
                 self.rows.append(row)
 
+    def _run(self, record: Mapping[str, Any]) -> str | None:
+        """Return the key of a run, which is added if it is new; None for that of `device`."""
+        own, run = (
+            {name: of[name] for name in RUN_FIELDS if name in of} for of in (self.device, record)
+        )
+        if run == own:
+            return None
+        key = hashlib.sha256(json.dumps(run).encode()).hexdigest()[:8]
+        self.runs[key] = run
+        return key
+
     def as_dict(self) -> dict[str, Any]:
         """Return what `to_json` writes."""
         rows = [row.as_dict() for row in self.rows]
-        return {"schema": SCHEMA, "device": _finite(self.device), "rows": rows}
+        head = {"schema": SCHEMA, "device": _finite(self.device)}
+        runs = self._used()
+        return {**head, "runs": runs, "rows": rows} if runs else {**head, "rows": rows}
+
+    def _used(self) -> dict[str, dict[str, Any]]:
+        """Return the runs that there are rows of."""
+        used = {row.run for row in self.rows}
+        return {key: self.runs[key] for key in sorted(self.runs) if key in used}
 
     def to_json(self) -> str:
         """Return JSON with a line per row, so that files of two thousand can be read and compared.
@@ -288,7 +343,10 @@ class Results:
         rows = [json.dumps(row.as_dict(), allow_nan=False) for row in self.rows]
         device = json.dumps(_finite(self.device), indent=1, allow_nan=False)
         lines = ",\n".join(rows)
-        text = f'{{"schema": {SCHEMA},\n"device": {device},\n"rows": [\n{lines}\n]}}\n'
+        runs = ",\n".join(f'"{key}": {json.dumps(run)}' for key, run in self._used().items())
+        head = f'{{"schema": {SCHEMA},\n"device": {device},\n'
+        between = f'"runs": {{\n{runs}\n}},\n' if runs else ""
+        text = f'{head}{between}"rows": [\n{lines}\n]}}\n'
         if len(rows) > MOST_ROWS or len(text) > MOST:  # JSON is ASCII here: characters are bytes
             raise UsageError(
                 f"{len(rows)} rows in {len(text)} bytes: a results file holds at most {MOST_ROWS} "
@@ -312,7 +370,10 @@ class Results:
             Unreadable: it cannot be read, is no results file, or is of another schema.
         """
         content = schema.load(path, _File, MOST, SCHEMA)
-        return cls(content.device or {}, content.rows)
+        for number, row in enumerate(content.rows):
+            if row.run is not None and row.run not in content.runs:
+                raise Unreadable(path, f"rows.{number}.run={row.run!r}: it is not in runs")
+        return cls(content.device or {}, content.rows, content.runs)
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:

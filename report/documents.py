@@ -22,7 +22,7 @@ from jetfire.report import counters, exports, int4, int8, training, tuned
 from jetfire.report.chart import Chart
 from jetfire.report.plot import plot
 from jetfire.report.table import Section, Table, filled
-from jetfire.report.text import plural, significant
+from jetfire.report.text import NOTHING, plural, significant
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 # The first may name the file that the tables are made of: `results:begin h200.json`.
@@ -52,7 +52,7 @@ def device_text(results: Results) -> str:
     units = {"copy_gbps": "GB/s", "int8_tops": "TOPS", "bf16_tflops": "TFLOP/s"}
     lines = [
         f"{device.get('name')}, driver {device.get('driver')}, CUDA {device.get('cuda')}, "
-        f"torch {device.get('torch')}, Triton {device.get('triton')}; {device.get('date')}.",
+        f"torch {device.get('torch')}, Triton {device.get('triton')}; {_when(results)}.",
         "",
         "Every kernel was checked against its reference in the process that timed it. Times are "
         "medians of CUDA-graph replays over rotating input sets (cold L2), kernels and peers "
@@ -71,6 +71,16 @@ def device_text(results: Results) -> str:
     if wrong:
         lines += ["", f"**{plural(len(wrong), 'row is', 'rows are')} wrong, without a time.**"]
     return "\n".join(lines) + "\n"
+
+
+def _when(results: Results) -> str:
+    """Return the day of the measurements, or the first and the last with the timers' versions."""
+    runs = [results.measured(row) for row in results.rows] or [results.device]
+    days = sorted({str(run["date"]) for run in runs if "date" in run})
+    timers = sorted({run["timer"] for run in runs if "timer" in run})
+    if len(days) < 2:
+        return days[0] if days else NOTHING
+    return f"{days[0]} to {days[-1]}, timer {', '.join(map(str, timers))}"
 
 
 def page(
@@ -138,7 +148,7 @@ def report(
             rows.append(replace(row, problem=_problem(row, file)))
         except UsageError as error:
             raise Unreadable(file, f"rows.{number}: {getattr(error, 'reason', error)}") from None
-    everything = Results(loaded.device, rows)
+    everything = Results(loaded.device, rows, loaded.runs)
     results, _ = exports.split(everything)
     added = add(results, file)
     charts = {

@@ -16,7 +16,7 @@ def split(results: Results) -> tuple[Results, list[Row]]:
     """Return the results without their exports, and these."""
     exports = [row for row in results.rows if row.export is not None]
     others = [row for row in results.rows if row.export is None]
-    return Results(results.device, others), exports
+    return Results(results.device, others, results.runs), exports
 
 
 def section(exports: Sequence[Row]) -> Section:

@@ -11,7 +11,9 @@ from jetfire.cli import execute
 from jetfire.core import registry
 from jetfire.core.errors import UsageError
 from jetfire.measure import peaks, plan
+from jetfire.measure.results import Results
 from jetfire.measure.runner import Runner
+from jetfire.measure.timer import VERSION
 
 HEAVY = ("torch", "triton", "numpy", "matplotlib", "optuna", "cupy", "pynvml")
 SMALL = ["gemm", "--m", "33", "--block", "32", "--device", "cpu", "--rounds", "2"]
@@ -226,6 +228,19 @@ def test_append_replaces_and_adds(tmp_path, capsys):
     capsys.readouterr()
     assert bench(*SMALL, "-o", str(file), "--append") == 2
     assert "it was measured on Other" in capsys.readouterr().err
+
+
+def test_append_keeps_what_earlier_rows_were_measured_with(tmp_path):
+    file = tmp_path / "r.json"
+    assert bench(*SMALL, "-o", str(file), "--peer", "none") == 0
+    before = json.loads(file.read_text())
+    before["device"]["timer"] = 1
+    file.write_text(json.dumps(before))
+    other = ["gemm", "--m", "40", *SMALL[3:]]
+    assert bench(*other, "-o", str(file), "--append", "--peer", "none") == 0
+    results = Results.load(file)
+    timers = [(row.problem["m"], results.measured(row)["timer"]) for row in results.rows]
+    assert timers == [(33, 1), (40, VERSION)]
 
 
 def test_rows_that_another_bench_adds_meanwhile_stay(tmp_path, monkeypatch):

@@ -430,9 +430,9 @@ def test_a_faster_kernel_that_has_no_form_is_left_out(forms, taken, monkeypatch)
 
 def test_a_target_is_part_of_what_a_row_measures(tmp_path):
     results = Results({"name": "x"})
-    results.merge([row("cuda", 1.0), row("torch", 1.0), row("cuda", 0.5)])
+    results.merge(Results({}, [row("cuda", 1.0), row("torch", 1.0), row("cuda", 0.5)]))
     plain = dataclasses.replace(row("cuda", 1.0), export=None)
-    results.merge([plain])
+    results.merge(Results({}, [plain]))
     assert [r.export for r in results.rows] == ["cuda", "torch", None]
     assert results.rows[0].vs_peer == {"launch": 0.5}
     assert "export" not in plain.as_dict()

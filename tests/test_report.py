@@ -157,6 +157,17 @@ def test_figures_are_those_of_the_rows():
     assert "4000 GB/s: a copy" in page
 
 
+def test_a_page_of_several_runs_says_their_days_and_timers():
+    first, second = ({**DEVICE, "timer": t, "date": f"2026-01-0{t}"} for t in (4, 6))
+    row = gemm_row("triton", "kernel", 350, 64, 8192, 2304, 768)
+    results = Results(second, [row])
+    page = documents.page(results, "h200.json", [])
+    assert "Triton None; 2026-01-06.\n" in page
+    results.merge(Results(first, [dataclasses.replace(row, kernel="wgmma")]))
+    page = documents.page(results, "h200.json", [])
+    assert "Triton None; 2026-01-04 to 2026-01-06, timer 4, 6.\n" in page
+
+
 def test_the_mean_of_products_is_of_their_ratios_however_long_each_takes():
     results = Results(DEVICE, [])
     linears = ((2304, 768, 350), (768, 768, 1400), (3072, 768, 1400), (768, 3072, 1400))

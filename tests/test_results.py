@@ -90,7 +90,7 @@ def test_json_has_no_nan_and_a_row_a_line():
 def test_merge_replaces_the_same_and_adds_the_rest():
     file = Results({}, [row(ms=1.0), row(kernel="other")])
     others = [row(config={"tile_m": 128}, profile=None), row(data="outlier")]
-    file.merge([row(ms=2.0), *others])
+    file.merge(Results({}, [row(ms=2.0), *others]))
     assert [(r.kernel, r.ms) for r in file.rows][:2] == [("triton", 2.0), ("other", 1.25)]
     assert len(file.rows) == 4
 
@@ -99,12 +99,31 @@ def test_merge_replaces_what_another_profile_gave():
     """A config that the user gave is a measurement of its own; a profile's is the one in use."""
     file = Results({}, [row(ms=1.0, profile="tuned"), row(ms=4.0, profile=None)])
     other = {"tile_m": 128}
-    file.merge([row(ms=2.0, profile="nearest", config=other)])
-    file.merge([row(ms=3.0, profile=None, config=other)])
+    file.merge(Results({}, [row(ms=2.0, profile="nearest", config=other)]))
+    file.merge(Results({}, [row(ms=3.0, profile=None, config=other)]))
     assert [r.ms for r in file.rows] == [2.0, 4.0, 3.0]
     configs = [{"schedule": schedule} for schedule in ("exact", "telescoped")]
-    file.merge([row(config=config, curve="promotion") for config in configs])
+    file.merge(Results({}, [row(config=config, curve="promotion") for config in configs]))
     assert len(file.rows) == 5
+
+
+def test_rows_of_several_runs_say_which_they_are_of(tmp_path):
+    first = Results({"name": "x", "timer": 4, "date": "2026-01-01"}, [row(), row(kernel="old")])
+    today = {"name": "x", "timer": 6, "date": "2026-02-02", "peaks": None}
+    file = Results(today)
+    file.merge(first)
+    file.merge(Results(today, [row(ms=1.4)]))  # in place of the first run's
+    write(tmp_path / "r.json", file.to_json())
+    third = Results.load(tmp_path / "r.json")
+    later = Results({"name": "x", "timer": 6, "date": "2026-03-03"})
+    later.merge(third)
+    for merged, others in ((third, 1), (later, 2)):
+        found = {r.kernel: (r.ms, merged.measured(r)["date"]) for r in merged.rows}
+        assert found == {"triton": (1.4, "2026-02-02"), "old": (1.25, "2026-01-01")}
+        assert len(json.loads(merged.to_json())["runs"]) == others
+    later.merge(Results(later.device, [row(kernel="old")]))
+    assert len(json.loads(later.to_json())["runs"]) == 1  # no row is of the first run now
+    assert "runs" not in json.loads(first.to_json())
 
 
 def test_csv_is_well_formed():
@@ -125,6 +144,11 @@ def test_csv_is_well_formed():
         ('{"schema": 2, "device": {}, "rows": []}', "schema '2': this version reads schema 1"),
         ('{"schema": 1, "device": {}, "rows": [{"kernel": "x"}]}', "op is missing"),
         ('{"schema": 1, "device": {}, "rows": [3]}', "rows.0=3: expected a JSON object"),
+        (
+            '{"schema": 1, "device": {}, "rows": '
+            '[{"op": "x", "kernel": "x", "problem": {}, "run": "a"}]}',
+            "rows.0.run='a': it is not in runs",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path, text, says):
