@@ -28,7 +28,7 @@ SCHEMA = 1
 # Bounds of a file: 740 bytes per row, where those of gemm on a GPU, the longest, have 630 in the
 # mean. To parse the costliest file of 14 MiB takes 0.9 GiB and 3.7 s.
 MOST, MOST_ROWS = 12 * MIB, 17_000
-# The fields of a device's record in which the runs that one file has rows of may differ.
+# What of a device's record is of the run, and not of the device: rows of several may be in a file.
 RUN_FIELDS = (
     "driver",
     "cuda",
@@ -301,15 +301,16 @@ class Results:
         def key_of(row: Row) -> str:
             return row.key(config=row.profile is None)
 
+        records = {row.run: other.measured(row) for row in other.rows}
+        runs = {run: self._run(record) for run, record in records.items()}
         at = {key_of(row): i for i, row in enumerate(self.rows)}
         for row in other.rows:
-            row = dataclasses.replace(row, run=self._run(other.measured(row)))
-            key = key_of(row)
+            key, added = key_of(row), dataclasses.replace(row, run=runs[row.run])
             if key in at:
-                self.rows[at[key]] = row
+                self.rows[at[key]] = added
             else:
                 at[key] = len(self.rows)
-                self.rows.append(row)
+                self.rows.append(added)
 
     def _run(self, record: Mapping[str, Any]) -> str | None:
         """Return the key of a run, which is added if it is new; None for that of `device`."""
