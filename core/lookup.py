@@ -135,10 +135,8 @@ def _tuned(op: Op, kernel: Kernel, device: Device) -> dict[tuple[Any, ...], list
     for entry, own in _entries(op.name, device):
         if entry.kernel != kernel.name:
             continue
-        problem, config = (
-            profiles.meant(op.Problem, entry.problem),
-            profiles.meant(kernel.Config, entry.config),
-        )
+        problem = profiles.meant(op.Problem, entry.problem)
+        config = profiles.meant(kernel.Config, entry.config)
         if problem is None or config is None:
             continue
         typed = dataclasses.replace(entry, problem=problem.as_dict(), config=config.as_dict())
