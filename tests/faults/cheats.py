@@ -190,8 +190,8 @@ class Persists(Cheat):
 class Elsewhere(Cheat):
     """Works on a stream that nobody waits for, once the first launch is over.
 
-    A stream of high priority: of the 32 others, which torch hands out in turn, one is that on which
-    graphs are captured. A graph would hold what is done there, and nothing would be wrong.
+    The stream has high priority. torch hands out 32 of normal priority in turn, and captures graphs
+    on one of them: work on that one would be in the graph, and right.
     """
 
     name = "elsewhere"
