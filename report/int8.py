@@ -186,7 +186,10 @@ def gemm_few_rows(results: Results) -> Section:
         row = fastest(same) or same[0]
         ratios = [times(of) if (of := ratio(row, peer)) else NOTHING for peer in peers]
         lines.append([shape, time_text(row.ms), share(row.roofline), *ratios])
-    text = f"At most {FEW_ROWS} rows of A, BF16 out: the fastest kernel, and peers' times over its."
+    text = (
+        f"At most {FEW_ROWS} rows of A, BF16 out: the fastest kernel's time, and each peer's time "
+        "over it."
+    )
     head = ["", "time", "of roofline", *(f"× {peer}" for peer in peers)]
     return Section("GEMM, few rows", text, [Table(head, lines)])
 
@@ -209,7 +212,8 @@ def gemm_codes(results: Results) -> Section:
         lines.append(["geometric mean", "", "", "", times(geometric_mean(ratios))])
     text = (
         "Forward's products in blocks of 128, each with BF16 out and with codes in blocks of 32 "
-        "out: the first's time over the second's. Where it is below 1, codes take longer."
+        "out: the first's time over the second's. Where it is below 1, codes take longer. The two "
+        "may have been measured on two days."
     )
     head = ["", "", "BF16 out", "INT8 out", "BF16 / INT8"]
     return Section("GEMM, INT8 out", text, [Table(head, lines)])
