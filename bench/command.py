@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetfire.bench.progress import watch
-from jetfire.core import loaded, registry, terminal, workloads
+from jetfire.core import loaded, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import (
     Interrupted,
@@ -24,7 +23,6 @@ from jetfire.core.errors import (
 from jetfire.core.files import Unreadable, check_output, check_writable, locked, write, writing
 from jetfire.core.terminal import note
 from jetfire.measure import ncu, plan
-from jetfire.measure import peers as peer_ops
 from jetfire.measure.plan import Case, Request
 from jetfire.measure.results import Results, Row
 from jetfire.report.output import FORMATS
@@ -435,59 +433,3 @@ def replay(asked: BenchOptions, request: Request | None, first: Case) -> str:
     pairs += [("--profile", asked.profile)]
     words += [word for pair in pairs if pair[1] for word in (pair[0], str(pair[1]))]
     return shlex.join(words)
-
-
-def catalogue() -> dict[str, Any]:
-    """Every op with its kernels, modes and fields, then workloads, peers and data, by name."""
-    from jetfire.measure.data import DISTRIBUTIONS
-
-    ops = {}
-    for name in registry.names():
-        op, shown = registry.get(name), []
-        for one in dataclasses.fields(op.Problem):
-            default = str(one.default)
-            default = default.lower() if isinstance(one.default, bool | None) else default
-            missing = one.default is dataclasses.MISSING
-            shown.append(one.name if missing else f"{one.name}={default}")
-        ops[name] = {
-            "summary": op.summary,
-            "kernels": list(registry.kernel_names(name)),
-            "modes": list(op.modes),
-            "fields": shown,
-        }
-    models = {
-        name: f"width {model.width}, hidden {model.hidden}, {model.tokens} tokens"
-        for name, model in workloads.MODELS.items()
-    }
-    layers = {
-        name: "m n k " + ", ".join(f"{x.tokens} {x.hidden} {x.width}" for x in found)
-        for name, found in workloads.LAYERS.items()
-    }
-    sizes = {
-        name: f"sizes {', '.join(map(str, found))}"
-        for name, found in (("square", workloads.SQUARES), ("ragged", workloads.RAGGED))
-    }
-    return {
-        "ops": ops,
-        "workloads": {**models, **layers, **sizes},
-        "peers": dict(peer_ops.NAMES),
-        "data": list(DISTRIBUTIONS),
-    }
-
-
-def listing() -> str:
-    """The catalogue as text, for `jetfire list`."""
-    found, lines = catalogue(), ["ops"]
-    width = max(map(len, found["ops"]))
-    for name, op in found["ops"].items():
-        lines.append(f"  {name:<{width}} {op['summary']}")
-        lines.append(f"  {'':<{width}} kernels: {', '.join(op['kernels']) or 'none'}")
-        lines.append(
-            f"  {'':<{width}} modes: {', '.join(op['modes'])}; fields: {' '.join(op['fields'])}"
-        )
-    lines.append("workloads")
-    lines += [f"  {name:<12} {text}" for name, text in found["workloads"].items()]
-    lines.append("peers")
-    lines += [f"  {name:<20} {what}" for name, what in found["peers"].items()]
-    lines.append(f"data\n  {', '.join(found['data'])}")
-    return "\n".join(lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from jetfire.commands import options as o
-from jetfire.core import terminal
 
 EPILOG = "Example: jetfire bench gemm --m 4096 --block 32 -o gemm.json"
 
@@ -73,7 +72,9 @@ def run(
 
     asked = o.collect(command.BenchOptions, locals())
     if listing:
-        terminal.result(command.catalogue(), lambda: print(command.listing()))
+        from jetfire.bench import catalogue
+
+        catalogue.show()
     elif suite == "training":
         from jetfire.gpt2.bench import steps as training
 

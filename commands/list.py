@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from jetfire.commands import options as o
-from jetfire.core import terminal
 
 EPILOG = "Example: jetfire list | less"
 
 
 def run(load: o.Load = None, debug: o.Debug = False) -> None:
     """List ops, kernels, workloads and peers."""
-    from jetfire.bench import command
+    from jetfire.bench import catalogue
 
-    terminal.result(command.catalogue(), lambda: print(command.listing()))
+    catalogue.show()

@@ -126,14 +126,14 @@ def test_the_bench_shows_the_compiler_s_lines(capsys, monkeypatch):
 
 
 def test_a_compiler_s_error_anywhere_is_no_internal_error(capsys, monkeypatch):
-    from jetfire.bench import command
+    from jetfire.bench import catalogue
 
     error, line = compilation_error()
 
-    def listing():
+    def listing(found):
         raise error
 
-    monkeypatch.setattr(command, "listing", listing)
+    monkeypatch.setattr(catalogue, "listing", listing)
     assert execute(None, ["list"]) == 3
     first, err = said(capsys)
     assert f"gelu/__init__.py:{line}: gelu does not compile: CompilationError: x is not" in first

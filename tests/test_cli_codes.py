@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jetfire.bench import command
+from jetfire.bench import catalogue
 from jetfire.cli import execute
 from jetfire.core.errors import UsageError
 from jetfire.export import naming
@@ -123,13 +123,13 @@ def test_a_home_that_cannot_be_written_costs_caches_alone(homeless, monkeypatch,
     assert execute("bench", [*SMALL, "--peer", "none"]) == 0
     seen = []
 
-    def listing():
+    def listing(found):
         seen.append(os.environ["TRITON_HOME"])
         assert {os.environ["CUPY_CACHE_DIR"], os.environ["JETFIRE_CACHE"]} == set(seen)
         assert Path(seen[0]).is_dir()
         return ""
 
-    monkeypatch.setattr(command, "listing", listing)
+    monkeypatch.setattr(catalogue, "listing", listing)
     assert execute(None, ["list"]) == 0
     assert not Path(seen[0]).exists()
     assert "TRITON_HOME" not in os.environ

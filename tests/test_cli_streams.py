@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from jetfire.bench import command
+from jetfire.bench import catalogue
 from jetfire.cli import execute
 from jetfire.core.terminal import MOST, line, visible
 
@@ -125,7 +125,7 @@ def test_errors_that_cannot_be_printed_change_no_code(capsys, monkeypatch):
 def test_a_locale_without_our_signs_gets_escapes(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(command, "listing", lambda: "8192×8192 \udc80")
+    monkeypatch.setattr(catalogue, "listing", lambda _: "8192×8192 \udc80")
     assert execute(None, ["list"]) == 0
     assert out.buffer.getvalue() == b"8192\\xd78192 \\udc80\n"
 
@@ -145,10 +145,10 @@ def test_a_locale_without_our_signs_gets_escapes(monkeypatch):
     ],
 )
 def test_what_the_system_refuses_is_no_internal_error(error, code, said, capsys, monkeypatch):
-    def refuse():
+    def refuse(found):
         raise error
 
-    monkeypatch.setattr(command, "listing", refuse)
+    monkeypatch.setattr(catalogue, "listing", refuse)
     assert execute(None, ["list"]) == code
     err = capsys.readouterr().err
     assert err.startswith(f"jetfire: {said}")
