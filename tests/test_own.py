@@ -592,9 +592,10 @@ def test_an_op_without_eager_is_timed_beside_a_copy(here, aside):
 def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monkeypatch, tmp_path):
     """Within 3%, by triton.testing.do_bench, which finds the L2 cache cold at each call, too.
 
-    A product of 8192 comes to the power cap, but not within the bench's 0.1 s: 1.64 ms, where the
-    script, which runs for a second and more, has 1.80. So the bench samples as long here. Of the
-    script the mean counts of a run before and one after.
+    A product of 8192 comes to the power cap, in the script, which runs for a second and more, and
+    in the bench, which runs a kernel for 0.1 s before each of its samples. There single runs differ
+    by percents: of the script the mean counts of a run before and one after, of the bench the
+    median of 60 samples. That was 1.5% and 1.7% off on one H200, with 20 samples 0.5% and 2.8%.
     """
     folder = Path(__file__).parent / "data" / "foreign"
     script = [sys.executable, "-c", f"import {name}; print({name}.milliseconds({m}, {n}))"]
@@ -604,18 +605,8 @@ def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monke
         return float(done.stdout)
 
     monkeypatch.setenv("JETFIRE_LOAD", str(folder / f"foreign_{name}.py"))
-    words = [
-        "bench",
-        f"foreign_{name}",
-        "--m",
-        str(m),
-        "--n",
-        str(n),
-        "--peer",
-        "none",
-        "--rounds",
-        "600",
-    ]
+    words = ["bench", f"foreign_{name}", "--m", str(m), "--n", str(n)]
+    words += ["--peer", "none", "--rounds", "60"]
     file = tmp_path / "bench.json"
     before = told()
     aside(*words, "-o", str(file))
