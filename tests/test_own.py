@@ -595,7 +595,7 @@ def test_a_kernel_s_time_is_that_of_its_author_s_script(name, m, n, aside, monke
     A product of 8192 comes to the power cap, in the script, which runs for a second and more, and
     in the bench, which runs a kernel for 0.1 s before each of its samples. There single runs differ
     by percents: of the script the mean counts of a run before and one after, of the bench the
-    median of 60 samples. That was 1.5% and 1.7% off on one H200, with 20 samples 0.5% and 2.8%.
+    median of 60 samples. By hand, that was 1.5% and 1.7% off, with 20 samples 0.5% and 2.8%.
     """
     folder = Path(__file__).parent / "data" / "foreign"
     script = [sys.executable, "-c", f"import {name}; print({name}.milliseconds({m}, {n}))"]
