@@ -86,7 +86,6 @@ def program(
 
 class RowsHadamardQuantizeCodes(RowsKernel):
     op = "hadamard_quantize_codes"
-    candidate = True
 
     def needed_registers(self, problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> int:
         """Return what a thread needs so that nothing spills, as audited on sm_80, sm_89 and sm_90.
