@@ -1,9 +1,9 @@
 // A norm's gradient, quantised, from what norm_sums.cuh added up.
 //
 // A block has tiles that follow one another along rows, so that it adds up the parts of a row's
-// sums once. Before the first tile has come, blocks add up those of columns. If RESIDUAL the
-// gradient joins that of the residual stream: the sum is rounded to bf16, written, and quantised
-// as it was rounded.
+// sums once. Its blocks start as those of norm_sums.cuh end, and fetch their first tiles meanwhile.
+// Before these have come, blocks add up the parts of columns' sums. If RESIDUAL the gradient joins
+// that of the residual stream: the sum is rounded to bf16, written, and quantised as it was rounded.
 #pragma once
 
 #include "norm_tiles.cuh"
@@ -266,6 +266,8 @@ DEVICE void turn(Shared& shared, int stage, int row0, int column0, uint64_t seed
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     gradient(const __grid_constant__ Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  // L1 may hold lines from before the first launch's inputs were written: the fence drops them.
+  __threadfence();
   const Lane lane;
   const uint64_t seed = STOCHASTIC ? *p.seed : 0;
   const int across = ceil_div(p.n, TILE);
@@ -281,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   prepare(shared.ring);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) fetch_ahead(i);
+  wait_for_previous();
   add_columns(shared, p, lane);
   int stage = 0;
   uint32_t lap = 0;

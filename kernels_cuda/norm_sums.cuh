@@ -113,6 +113,7 @@ DEVICE void store_columns(Shared& shared, ColumnSums& of_columns, int column0, i
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     sums(const __grid_constant__ Arguments p) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) start_next();
   const Lane lane;
   const int strips = ceil_div(p.n, TILE), strip = blockIdx.x % strips, column0 = strip * TILE;
   const int down = ceil_div(p.m, TILE), block = blockIdx.x / strips, step = gridDim.x / strips;

@@ -2,6 +2,7 @@
 // norm_gradient.cuh. LayerNorm's if CENTERED, else RMSNorm's.
 #pragma once
 
+#include "launches.cuh"
 #include "tiles.cuh"
 
 constexpr int SUMS = CENTERED ? 2 : 1;

@@ -51,6 +51,14 @@ class Program:
         """Launch it on the device's current stream, with scalars and structs of these bytes."""
         loaded(self, device)(blocks, 32 * self.warps, _given(arguments))
 
+    def launch_beside(self, device: Device, blocks: int, argument: bytes) -> None:
+        """Launch it with a struct of these bytes, to run beside the launch before it.
+
+        It must do as `driver.Function.launch_beside` says.
+        """
+        given = driver.struct_argument(argument, len(argument))
+        loaded(self, device).launch_beside(blocks, 32 * self.warps, given)
+
 
 def _given(arguments: Sequence[Any]) -> list[Any]:
     """Return arguments as a launch takes them: a struct is given by its bytes."""

@@ -12,11 +12,13 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import choose, launch, verify
 from jetfire.core.machine_code import audits
+from jetfire.kernels_cuda import tiles
 from jetfire.kernels_cuda.norm_tiles import (
     PREFIXES,
     NormTilesConfig,
     accesses,
     blocks_per_strip,
+    registers,
 )
 from jetfire.kernels_cuda.tiles import Access
 from jetfire.tests.audited import together
@@ -56,12 +58,19 @@ def compiled(form, which, problem, config, access=None):
         pytest.skip(str(error))
 
 
+def crowd(problem, warps):
+    """Return a config with as many blocks of so many warps as an SM has registers for, up to 3."""
+    config = NormTilesConfig(warps)
+    fitting = [tiles.fitting(warps, registers(launch, problem, config)) for launch in PREFIXES]
+    return dataclasses.replace(
+        config, sums_resident=min(3, fitting[0]), resident=min(3, fitting[1])
+    )
+
+
 def crowded(form, warps, out_block):
     """Both functions of codes in boxes and words, then of any address and size."""
     problem = problem_of(form, out_block=out_block, layout="both", rounding="stochastic")
-    config = kernel_of(form).default(problem, SM_90)
-    if warps == 16:
-        config = dataclasses.replace(config, warps=16, resident=1, sums_resident=1)
+    config = crowd(problem, warps)
     ragged = problem_of(form, 8191, 1021, out_block=out_block, layout="both")
     odd = Access(tma=False, stream=2, q=1, qt=1)
     even = [(form, which, problem, config, None) for which in PREFIXES]
@@ -106,7 +115,7 @@ def test_no_layout_or_rounding_spills(layouts, form, layout, rounding):
 def test_a_tile_has_few_instructions(form):
     """All of the code, with what is done once, per each of a thread's 32 or 64 codes in it."""
     problem = problem_of(form, layout="both", rounding="stochastic")
-    config = kernel_of(form).default(problem, SM_90)
+    config = NormTilesConfig()
     sums, gradient = audits([compiled(form, which, problem, config) for which in PREFIXES])
     assert sum(sums.instructions.values()) / 32 < 31
     assert sum(gradient.instructions.values()) / 64 < 44
@@ -114,7 +123,7 @@ def test_a_tile_has_few_instructions(form):
 
 def test_legal_says_why_not(form):
     problem, kernel = problem_of(form), kernel_of(form)
-    good = kernel.default(problem, SM_90)
+    good = NormTilesConfig()
     assert kernel.legal(problem, good, SM_90) is None
     for field, value in {"warps": 4, "stages": 1, "resident": 4, "sums_stages": 5}.items():
         wrong = dataclasses.replace(good, **{field: value})
@@ -203,10 +212,8 @@ def test_blocks(form, device, block, out_block, warps):
         layout, rounding = next(layouts)
         fields = {"block": block, "out_block": out_block, "layout": layout, "rounding": rounding}
         problem = problem_of(form, m, n, **fields)
-        config = kernel_of(form).default(problem, device_of(device))
-        if warps == 16:
-            config = dataclasses.replace(config, warps=16, resident=1, sums_resident=1)
-        verified(form, problem, op_of(form).inputs(problem, device, data=data), config)
+        inputs = op_of(form).inputs(problem, device, data=data)
+        verified(form, problem, inputs, crowd(problem, warps))
 
 
 @pytest.mark.gpu
