@@ -83,6 +83,17 @@ def crowds():
     return together(compiled, [case for chosen in choices for case in crowded(*chosen)])
 
 
+def test_the_gradient_waits_for_the_sums_beside_which_it_starts(crowds, form):
+    """Its fence (CCTL) drops what L1 may hold from before the sums."""
+    for (of, which, *_), found in crowds.items():
+        if of != form:
+            continue
+        second = which == "gradient"
+        assert ("PREEXIT" in found.instructions) is not second
+        assert ("ACQBULK" in found.instructions) is second
+        assert ("CCTL" in found.instructions) is second
+
+
 @pytest.mark.parametrize("out_block", BLOCKS)
 @pytest.mark.parametrize("warps", [8, 16])
 def test_nothing_spills(crowds, form, warps, out_block):
