@@ -179,7 +179,8 @@ class Function:
         """Launch it to run beside the launch before it on the device's current torch stream.
 
         It starts once every block of that one has ended or called `start_next` (launches.cuh). It
-        must call `wait_for_previous`, so that what comes after it comes after both.
+        must call `wait_for_previous` before it reads what that one writes; and in any case, so that
+        what comes after it comes after both.
 
         Args:
             argument: the kernel's only one, a struct.

@@ -5,7 +5,8 @@ issued per element from blocks of 32 to blocks of 128, stochastic, layout both, 
 as compiled for sm_90: sums 15 (RMSNorm's 11); gradient 21, with the residual stream 27. An H200
 issues one per element of 8192×1024 in 0.28 µs at 1.755 GHz; its memory takes 4 µs for the first
 launch, 8 for the second and 15.8 with the stream. The second launch starts while the last blocks of
-the first run (launches.cuh): LayerNorm's at 8192×4096 takes 60.5 µs, where it took 62.4 (H200).
+the first run (launches.cuh): with it LayerNorm's backward at 8192×4096, plain, takes 60.5 µs, and
+62.4 without (`jetfire bench`, on two H200s).
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class NormTiles(TmaKernel):
     def default(self, problem: Any, device: Device) -> NormTilesConfig:
         """Return one block of 16 warps per SM beside the residual stream, else two of 8 warps.
 
-        Of eight configs it had the least time, or at most 1.12 of it, at 11 sizes from 1024×1024 to
-        8192×4096, in five forms each (H200).
+        By a script on an H200, it had the least time of eight configs, or at most 1.12 of that, at
+        11 sizes from 1024×1024 to 8192×4096, in five forms each.
         """
         if problem.residual:
             return NormTilesConfig(16, 2, 1, 3, 1)
