@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parent
 
 class LayerNormTiles(NormTiles):
     op = "layernorm"
+    candidate = False
     sources = (FOLDER / "sums.cu", FOLDER / "gradient.cu")
     sums = ("dweight", "dbias")
 
