@@ -173,9 +173,10 @@ def tuned_on_an_h200(name, kernel_name=None, m=48, **fields):
 
 
 @pytest.mark.gpu
+@pytest.mark.quiet
 @pytest.mark.parametrize("kind", ["triton", "cuda"])
 def test_the_page_is_followed_on_a_gpu(kind, here, aside, monkeypatch):
-    """Word by word, but for where the wheel is installed."""
+    """Word by word, but for where the wheel is installed; `export` says how fast that is."""
     op, site = f"gpu_{kind}", here / "site"
     for first, words in followed(op, kind):
         if first == "export":
