@@ -34,6 +34,7 @@ class Cubin:
     warps: int
 
 
+_EXPECTED = "expected one as nvcc -cubin writes it"
 _CUDA = 190  # an ELF file's e_machine of NVIDIA's
 _INSTRUCTION_BYTES = 16
 # A line of a disassembly, and the instruction's name.
@@ -125,14 +126,19 @@ def _said(code: bytes, tool: str, *options: str) -> str:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(code)
         command = (_tool(tool), *options, str(file))
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        first = done.stderr.replace(str(file), "it").partition("\n")[0]
+        why = " ".join((first or f"{tool} says nothing").split()).replace(" :", ":")
+        raise UsageError(f"a cubin cannot be read: {why}: {_EXPECTED}")
+    return done.stdout
 
 
 def audit(cubin: Cubin) -> Audit:
     """Return the resources and the disassembly of a compiled kernel.
 
     Raises:
-        UsageError: there is no disassembler.
+        UsageError: there is no disassembler, or it cannot read the code.
     """
     # The analysis of where branches go takes a quarter of the time, and changes no instruction.
     return _audited(cubin, _said(cubin.code, "nvdisasm", "--print-code", "--no-dataflow"))
@@ -145,7 +151,7 @@ def audits(cubins: Sequence[Cubin]) -> list[Audit]:
     instructions of all kernels, one after another.
 
     Raises:
-        UsageError: there is no disassembler.
+        UsageError: there is no disassembler, or it cannot read the code.
     """
     found: dict[int, Audit] = {}
     by_version: dict[int, list[int]] = {}
@@ -168,8 +174,11 @@ def _text(code: bytes) -> bytes:
     """Return the instructions of a cubin's function."""
     (start,) = struct.unpack_from("<Q", code, 40)
     size, count, names = struct.unpack_from("<3H", code, 58)
-    sections = [struct.unpack_from("<IIQQQQ", code, start + i * size) for i in range(count)]
-    (text,) = (s for s in sections if code.startswith(b".text.", sections[names][4] + s[0]))
+    try:
+        sections = [struct.unpack_from("<IIQQQQ", code, start + i * size) for i in range(count)]
+        (text,) = (s for s in sections if code.startswith(b".text.", sections[names][4] + s[0]))
+    except (struct.error, ValueError, IndexError) as error:
+        raise UsageError(f"a cubin cannot be read: no table of sections: {_EXPECTED}") from error
     return code[text[4] : text[4] + text[5]]
 
 

@@ -10,6 +10,7 @@ import pickle
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from jetfire.commands.new import EXAMPLES, renamed
 from jetfire.core import loaded, profiles, registry, sources
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import unusable
+from jetfire.core.machine_code import _text, unusable
 from jetfire.fuzz import InProcess, fuzz_kernel
 from jetfire.kernels_cuda.compile import compile_cubin
 from jetfire.measure import provenance
@@ -337,6 +338,21 @@ def test_cubins_that_cannot_be_launched(architecture, change, says, dequantizing
     assert execute(None, [*own_words("audit", "compiled"), "--arch", "90"]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(says)
+
+
+@pytest.mark.parametrize("part", ["instructions", "sections"])
+def test_cubins_of_rubbish_are_refused_in_a_line(part, dequantizing, capsys):
+    """What names the architecture and the functions is as it was."""
+    file = dequantizing("compiled", "sm_90").parent / "mine.cubin"
+    code = bytearray(file.read_bytes())
+    (sections,) = struct.unpack_from("<Q", code, 40)
+    at = {"instructions": code.index(_text(bytes(code))), "sections": sections}[part]
+    code[at : at + 64] = b"\xff" * 64
+    file.write_bytes(code)
+    assert execute(None, [*own_words("audit", "compiled"), "--arch", "90"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("jetfire: a cubin cannot be read: ")
+    assert line.endswith(": expected one as nvcc -cubin writes it")
 
 
 def test_a_cubin_of_cuda_12_is_told_by_its_architecture(tmp_path):
