@@ -23,7 +23,7 @@ class Cubin:
 
     Attributes:
         name: the kernel function.
-        code: an ELF file of that function alone.
+        code: an ELF file that has the function.
         shared_bytes: shared memory per thread block, static and dynamic.
         warps: warps per thread block.
     """
@@ -34,7 +34,6 @@ class Cubin:
     warps: int
 
 
-_EXPECTED = "expected one as nvcc -cubin writes it"
 _CUDA = 190  # an ELF file's e_machine of NVIDIA's
 _INSTRUCTION_BYTES = 16
 # A line of a disassembly, and the instruction's name.
@@ -63,18 +62,22 @@ def unusable(file: Path, function: str, capability: tuple[int, int]) -> str | No
 
     The file is read once per process.
     """
+    expected = "expected a cubin, as nvcc -cubin writes it"
     try:
         code = file.read_bytes()
     except OSError as error:
         return f"{file}: {error.strerror}: expected a cubin"
     if len(code) < 64 or not code.startswith(b"\x7fELF") or code[18] != _CUDA:
-        return f"{file}: expected a cubin, as nvcc -cubin writes it"
+        return f"{file}: {expected}"
     if not is_whole(code):
         return f"{file}: expected a whole cubin: its end is missing"
     major, minor = divmod(_version(code), 10)
     if capability[0] != major or capability[1] < minor:
         return f"{file.name} is for sm_{major}{minor}, not sm_{capability[0]}{capability[1]}"
-    functions = {name.decode() for name in re.findall(rb"\.text\.(\w+)\0", code)}
+    try:
+        functions = functions_of(code)
+    except (struct.error, IndexError, ValueError):  # its table of sections is rubbish
+        return f"{file}: {expected}"
     if function not in functions:
         held = ", ".join(sorted(functions)) or "none"
         return f'{file.name}: expected extern "C" __global__ void {function}, it has {held}'
@@ -128,9 +131,9 @@ def _said(code: bytes, tool: str, *options: str) -> str:
         command = (_tool(tool), *options, str(file))
         done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        first = done.stderr.replace(str(file), "it").partition("\n")[0]
-        why = " ".join((first or f"{tool} says nothing").split()).replace(" :", ":")
-        raise UsageError(f"a cubin cannot be read: {why}: {_EXPECTED}")
+        said = done.stderr.replace(str(file), file.name).partition("\n")[0]
+        why = said or f"{tool} ended with {done.returncode}"
+        raise UsageError(f"{why}: expected machine code as nvcc -cubin writes it")
     return done.stdout
 
 
@@ -141,7 +144,10 @@ def audit(cubin: Cubin) -> Audit:
         UsageError: there is no disassembler, or it cannot read the code.
     """
     # The analysis of where branches go takes a quarter of the time, and changes no instruction.
-    return _audited(cubin, _said(cubin.code, "nvdisasm", "--print-code", "--no-dataflow"))
+    sass = _said(cubin.code, "nvdisasm", "--print-code", "--no-dataflow")
+    of_it = rf"^\.text\.{re.escape(cubin.name)}:\n(.*?)(?=^//--|\Z)"
+    (sass,) = re.findall(of_it, sass, re.MULTILINE | re.DOTALL)
+    return _audited(cubin, sass)
 
 
 def audits(cubins: Sequence[Cubin]) -> list[Audit]:
@@ -158,7 +164,7 @@ def audits(cubins: Sequence[Cubin]) -> list[Audit]:
     for i, cubin in enumerate(cubins):
         by_version.setdefault(_version(cubin.code), []).append(i)
     for version, places in by_version.items():
-        texts = [_text(cubins[i].code) for i in places]
+        texts = [functions_of(cubins[i].code)[cubins[i].name] for i in places]
         options = "--binary", f"SM{version}", "--no-dataflow"
         sass = _said(b"".join(texts), "nvdisasm", *options)
         lines = [line for line in sass.splitlines() if _INSTRUCTION.match(line)]
@@ -170,21 +176,24 @@ def audits(cubins: Sequence[Cubin]) -> list[Audit]:
     return [found[i] for i in range(len(cubins))]
 
 
-def _text(code: bytes) -> bytes:
-    """Return the instructions of a cubin's function."""
+def functions_of(code: bytes) -> dict[str, bytes]:
+    """Return the instructions of each function of a cubin by its name."""
     (start,) = struct.unpack_from("<Q", code, 40)
     size, count, names = struct.unpack_from("<3H", code, 58)
-    try:
-        sections = [struct.unpack_from("<IIQQQQ", code, start + i * size) for i in range(count)]
-        (text,) = (s for s in sections if code.startswith(b".text.", sections[names][4] + s[0]))
-    except (struct.error, ValueError, IndexError) as error:
-        raise UsageError(f"a cubin cannot be read: no table of sections: {_EXPECTED}") from error
-    return code[text[4] : text[4] + text[5]]
+    sections = [struct.unpack_from("<IIQQQQ", code, start + i * size) for i in range(count)]
+    found = {}
+    for name, _, _, _, begin, length in sections:
+        at = sections[names][4] + name
+        if code.startswith(b".text.", at):
+            function = code[at + len(b".text.") : code.index(b"\0", at)]
+            found[function.decode()] = code[begin : begin + length]
+    return found
 
 
 def _audited(cubin: Cubin, sass: str) -> Audit:
     """Return the audit of a cubin that was disassembled."""
     usage = _said(cubin.code, "cuobjdump", "--dump-resource-usage")
+    (usage,) = re.findall(rf"Function {re.escape(cubin.name)}:\n(.*)", usage)
     resources = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     counts = Counter(name.split(".")[0] for name in _INSTRUCTION.findall(sass))
     return Audit(

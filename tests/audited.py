@@ -5,7 +5,13 @@ import re
 import pytest
 
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import audits
+from jetfire.core.machine_code import Cubin, audits, functions_of
+
+
+def alone(code):
+    """Return the cubin of the only function of an ELF file."""
+    (name,) = functions_of(code)
+    return Cubin(name, code, 0, 0)
 
 
 def together(cubin_of, cases):

@@ -14,7 +14,7 @@ import pytest
 from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import Cubin, audit
+from jetfire.core.machine_code import audit
 from jetfire.core.profiles import Entry
 from jetfire.export import cuda, flatten
 from jetfire.export.plan import ExportPlan, TunedProblem
@@ -24,6 +24,7 @@ from jetfire.kernels_cuda import driver, mma_tiles, program
 from jetfire.kernels_cuda.gemm import host, mma, wgmma
 from jetfire.kernels_cuda.gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.gemm.mma import MmaConfig
+from jetfire.tests.audited import alone
 
 OP = registry.get("gemm")
 needs_gcc = pytest.mark.skipif(
@@ -231,7 +232,7 @@ def test_the_flattened_source_is_the_same_program(case, tmp_path, monkeypatch):
     source = tmp_path / "flat.cu"
     source.write_text(types + code.replace("__global__ void", 'extern "C" __global__ void'))
     architecture = "sm_90a" if kernel == "wgmma" else "sm_90"
-    flat = audit(Cubin("gemm", compiler.compile_cubin(source, "", architecture), 0, 0))
+    flat = audit(alone(compiler.compile_cubin(source, "", architecture)))
     (own,) = plan.kernel.cubins(OP.Problem(**problem), config, (9, 0))
     assert instructions(flat) == instructions(audit(own))
 
@@ -266,7 +267,7 @@ def built(tmp_path_factory):
         check=True,
     )
     assert done.stdout + done.stderr == ""
-    return Cubin("gemm", (folder / "a_gemm.cubin").read_bytes(), 0, 0)
+    return alone((folder / "a_gemm.cubin").read_bytes())
 
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))

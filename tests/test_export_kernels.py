@@ -17,7 +17,7 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import Cubin, audit
+from jetfire.core.machine_code import audit
 from jetfire.core.profiles import Entry
 from jetfire.export import cuda, flatten, samples
 from jetfire.export.plan import ExportPlan, TunedProblem
@@ -39,6 +39,7 @@ from jetfire.kernels_cuda.int4_gemm import wgmma
 from jetfire.kernels_cuda.int4_gemm.config import WgmmaConfig
 from jetfire.kernels_cuda.int4_gemm.mma import MmaConfig
 from jetfire.kernels_cuda.tiles import PartsConfig
+from jetfire.tests.audited import alone
 
 FAKES = Path(__file__).parent / "fakes"
 CC = ("gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared")
@@ -430,7 +431,7 @@ def test_the_flattened_source_is_the_same_program(case, names, tmp_path, monkeyp
 
     def compiled(source, header):
         code = compiler.compile_cubin(source, header, architecture)
-        return instructions(audit(Cubin("kernel", code, 0, 0)))
+        return instructions(audit(alone(code)))
 
     for body, code in zip(bodies[1:], codes, strict=True):
         if code.name in names:
@@ -478,7 +479,7 @@ def test_nvcc_takes_several_kernels_in_one_source(number, tmp_path):
 @pytest.mark.parametrize("number", [14, 15, 16, 17])
 def test_gelu_by_nvcc_spills_nothing_with_as_many_blocks_as_fit(number, tmp_path):
     assert compiled_by_nvcc(CASES[number], tmp_path, "-cubin") == (0, "")
-    found = audit(Cubin("tiles", (tmp_path / f"{NAME}.cubin").read_bytes(), 0, 0))
+    found = audit(alone((tmp_path / f"{NAME}.cubin").read_bytes()))
     assert (found.spills, found.stack_bytes) == (0, 0), found.registers
     assert ("UTMALDG" in found.instructions) == (number < 16)
 
@@ -487,7 +488,7 @@ def test_gelu_by_nvcc_spills_nothing_with_as_many_blocks_as_fit(number, tmp_path
 @pytest.mark.parametrize("number", [27, 28, 29, 30])
 def test_the_quantiser_of_codes_by_nvcc_spills_nothing(number, tmp_path):
     assert compiled_by_nvcc(CASES[number], tmp_path, "-cubin") == (0, "")
-    found = audit(Cubin("forward_codes", (tmp_path / f"{NAME}.cubin").read_bytes(), 0, 0))
+    found = audit(alone((tmp_path / f"{NAME}.cubin").read_bytes()))
     assert (found.spills, found.stack_bytes) == (0, 0), found.registers
 
 

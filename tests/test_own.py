@@ -10,7 +10,6 @@ import pickle
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from jetfire.commands.new import EXAMPLES, renamed
 from jetfire.core import loaded, profiles, registry, sources
 from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
-from jetfire.core.machine_code import _text, unusable
+from jetfire.core.machine_code import Cubin, audit, functions_of, unusable
 from jetfire.fuzz import InProcess, fuzz_kernel
 from jetfire.kernels_cuda.compile import compile_cubin
 from jetfire.measure import provenance
@@ -177,7 +176,10 @@ def tuned_on_an_h200(name, kernel_name=None, m=48, **fields):
 @pytest.mark.quiet
 @pytest.mark.parametrize("kind", ["triton", "cuda"])
 def test_the_page_is_followed_on_a_gpu(kind, here, aside, monkeypatch):
-    """Word by word, but for where the wheel is installed; `export` says how fast that is."""
+    """Word by word, but for where the wheel is installed.
+
+    On a GPU of its own: `export` ends with 4 where the wheel is slower than the launch.
+    """
     op, site = f"gpu_{kind}", here / "site"
     for first, words in followed(op, kind):
         if first == "export":
@@ -322,6 +324,8 @@ def test_a_cubin_in_place_of_a_source(dequantizing):
         ("sm_90", 65, "mine.cubin: expected a whole cubin: its end is missing"),
         ("sm_90", 2000, "mine.cubin: expected a whole cubin: its end is missing"),
         ("sm_90", -1, "mine.cubin: expected a whole cubin: its end is missing"),
+        ("sm_90", "sections", 'extern "C" __global__ void dequantize_kernel, it has none'),
+        ("sm_90", "header", "mine.cubin: expected a cubin, as nvcc -cubin writes it"),
         ("sm_90", "name", 'expected extern "C" __global__ void dequantize_kernel, it has other'),
     ],
 )
@@ -332,6 +336,14 @@ def test_cubins_that_cannot_be_launched(architecture, change, says, dequantizing
         file.unlink()
     elif change == "text":
         file.write_text(CUDA)
+    elif change == "sections":
+        code = file.read_bytes()
+        start = int.from_bytes(code[40:48], "little")
+        size = int.from_bytes(code[58:60], "little") * int.from_bytes(code[60:62], "little")
+        file.write_bytes(code[:start] + b"\xff" * size + code[start + size :])
+    elif change == "header":  # which section has the names
+        code = file.read_bytes()
+        file.write_bytes(code[:62] + b"\xff" * 2 + code[64:])
     elif isinstance(change, int):
         file.write_bytes(file.read_bytes()[:change])
     code = 2 if architecture == "sm_90" else 5  # it is for another
@@ -340,19 +352,31 @@ def test_cubins_that_cannot_be_launched(architecture, change, says, dequantizing
     assert line.endswith(says)
 
 
-@pytest.mark.parametrize("part", ["instructions", "sections"])
-def test_cubins_of_rubbish_are_refused_in_a_line(part, dequantizing, capsys):
-    """What names the architecture and the functions is as it was."""
+def test_a_cubin_s_instructions_that_are_none_are_refused_in_a_line(dequantizing, capsys):
     file = dequantizing("compiled", "sm_90").parent / "mine.cubin"
-    code = bytearray(file.read_bytes())
-    (sections,) = struct.unpack_from("<Q", code, 40)
-    at = {"instructions": code.index(_text(bytes(code))), "sections": sections}[part]
-    code[at : at + 64] = b"\xff" * 64
-    file.write_bytes(code)
+    code = file.read_bytes()
+    (instructions,) = functions_of(code).values()
+    at = code.index(instructions)
+    file.write_bytes(code[:at] + b"\xff" * 64 + code[at + 64 :])
     assert execute(None, [*own_words("audit", "compiled"), "--arch", "90"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("jetfire: a cubin cannot be read: ")
-    assert line.endswith(": expected one as nvcc -cubin writes it")
+    assert line.startswith("jetfire: nvdisasm error")
+    assert line.endswith(": expected machine code as nvcc -cubin writes it")
+
+
+def test_of_several_functions_in_a_cubin_its_own_is_audited(dequantizing, capsys):
+    words = [*own_words("audit", "compiled"), "--arch", "90", "--format", "csv"]
+    other = 'extern "C" __global__ void other(double* x) { *x = sin(*x) / 3.0; }'
+    tables, audited = [], []
+    for source in (CUDA, CUDA + other, other + CUDA):
+        file = dequantizing("compiled", "sm_90", source).parent / "mine.cubin"
+        found = audit(Cubin("dequantize_kernel", file.read_bytes(), 0, 4))
+        audited.append((found.registers, found.stack_bytes, found.instructions))
+        unusable.cache_clear()
+        assert execute(None, words) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] == tables[2]
+    assert audited[0] == audited[1] == audited[2]
 
 
 def test_a_cubin_of_cuda_12_is_told_by_its_architecture(tmp_path):
