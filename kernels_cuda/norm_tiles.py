@@ -122,6 +122,7 @@ class NormTiles(TmaKernel):
         sums: the op's outputs that are sums over rows.
     """
 
+    candidate = False
     Config = NormTilesConfig
     choices: ClassVar = {
         "warps": (8, 16),

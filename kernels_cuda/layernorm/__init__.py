@@ -11,7 +11,6 @@ FOLDER = Path(__file__).parent
 
 class LayerNormTiles(NormTiles):
     op = "layernorm"
-    candidate = False
     sources = (FOLDER / "sums.cu", FOLDER / "gradient.cu")
     sums = ("dweight", "dbias")
 
