@@ -37,6 +37,7 @@ class RegisterConfig(TileConfig):
 
 
 WARPS = (1, 2, 4, 8, 16, 32)
+REGISTERS = 65536  # of an SM
 TILE_SPACE: dict[str, Sequence[Any]] = {
     "tile_m": (32, 64, 128, 256),
     "tile_n": (32, 64, 128, 256, 512, 1024),
@@ -97,8 +98,8 @@ def register_reason(config: TileConfig) -> str | None:
     # ptxas takes 24 at the least; 255 is the most that a thread can have.
     if not 24 <= config.registers <= 255:
         return f"registers={config.registers}: expected 24 to 255"
-    if config.registers < 255 and config.registers * 32 * config.warps > 65536:
-        return f"registers={config.registers} warps={config.warps}: an SM has 65536 registers"
+    if config.registers < 255 and config.registers * 32 * config.warps > REGISTERS:
+        return f"registers={config.registers} warps={config.warps}: an SM has {REGISTERS} registers"
     return None
 
 
@@ -120,6 +121,15 @@ def tile_reason(
 def register_limit(config: RegisterConfig) -> dict[str, int]:
     """Return the launch option of a limit; none at 255, which a tile of 16 warps could not have."""
     return {"maxnreg": config.registers} if config.registers < 255 else {}
+
+
+def at_most(registers: int, config: TileConfig) -> dict[str, int]:
+    """Return the launch option that limits a thread to so many registers.
+
+    Where an SM has fewer for each of a program's threads, that is the limit: a program whose
+    threads take more cannot start.
+    """
+    return {"maxnreg": min(registers, REGISTERS // (32 * config.warps))}
 
 
 class TileKernel(TritonKernel):

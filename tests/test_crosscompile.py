@@ -237,6 +237,20 @@ def test_a_kernel_that_is_refused_says_why(audits):
             assert answer["refused"], label(answer)
 
 
+def test_a_program_of_32_warps_can_start():
+    """A thread may take 64 registers, as its SM has no more; this tile's would take 127."""
+    tile = [f"config.{name}" for name in ("tile_m=256", "tile_n=256", "warps=32")]
+    fields = ["m=256", "n=256", "mode=bwd", "rounding=stochastic", "layout=both"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jetfire.bench.audit", "add", "triton", "90", *fields, *tile],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        check=True,
+    )
+    assert json.loads(done.stdout)["registers"] == 64
+
+
 def test_the_interpreter_is_refused():
     """Interpreted Triton kernels have no machine code to audit: one line says so."""
     line = json.dumps(next(spec for spec in specs() if spec["kernel"] == "triton"))

@@ -27,6 +27,7 @@ from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
     TileConfig,
     TileKernel,
+    at_most,
     load_tile,
     store_quantised,
     store_tile,
@@ -257,7 +258,7 @@ class TritonAdd(TileKernel):
                 config,
                 {"scale_stride": "y_scale"},
                 HALVINGS=halvings(problem.out_block, config),
-                maxnreg=80 if each <= 32 else 128,
+                **at_most(80 if each <= 32 else 128, config),
                 **EXACT,
             ),
         )

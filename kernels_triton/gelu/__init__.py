@@ -46,6 +46,7 @@ from jetfire.kernels_triton.tiles import (
     TILE_SPACE,
     TileConfig,
     TileKernel,
+    at_most,
     store_tile,
     tile_count,
     tile_origin,
@@ -202,9 +203,9 @@ def registers(problem: Any, config: TileConfig) -> dict[str, int]:
     128 leave room for two blocks of 8 warps on an SM, 80 for three.
     """
     if problem.mode == "fwd" and problem.rounding == "nearest" and config.warps == 8:
-        return {"maxnreg": 80}
+        return at_most(80, config)
     unequal = problem.block != problem.out_block
-    return {"maxnreg": 128} if unequal and problem.rounding == "stochastic" else {}
+    return at_most(128, config) if unequal and problem.rounding == "stochastic" else {}
 
 
 class TritonGelu(TileKernel):
