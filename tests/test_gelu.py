@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetfire.core import registry
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.launch import verify
 from jetfire.measure.check import codes
 from jetfire.reference import gelu as reference
@@ -104,6 +104,17 @@ def test_triton_in_smaller_and_larger_tiles(device):
     inputs = OP.inputs(problem, device, data="gradient")
     for tile in ((32, 32, 1), (64, 64, 4), (32, 128, 2)):
         check(problem, inputs, kernel.Config(*tile))
+
+
+def test_a_code_has_four_registers():
+    """With fewer, ptxas spills at some tiles, and at one of them its code is wrong."""
+    kernel, device = registry.get_kernel("gelu", "triton"), target_device((9, 0))
+    (problem,) = OP.problems("bwd", {"m": 8192, "n": 4096, "layout": "both"})
+    for tile in ((64, 256, 8), (64, 256, 16), (64, 256, 32)):
+        assert kernel.legal(problem, kernel.Config(*tile), device) is None
+    for tile, each, most in (((64, 512, 16), 64, 32), ((64, 512, 32), 32, 16)):
+        reason = f"{each} codes per thread: expected 1 to {most}"
+        assert kernel.legal(problem, kernel.Config(*tile), device) == reason
 
 
 @pytest.mark.parametrize("tile", [(32, 32, 16), (64, 64, 4), (32, 128, 2)])
