@@ -73,13 +73,17 @@ def test_ragged(device, name, mode, pair):
 @pytest.mark.parametrize("pair", [(32, 128), (128, 32), (128, 64)])
 @pytest.mark.parametrize("tile", [(32, 32, 2), (64, 256, 8), (256, 128, 16)])
 def test_other_tiles(device, name, mode, pair, tile):
-    """A tile may be smaller than the blocks that are read, where the op says so."""
+    """A tile may be smaller than the blocks that are read, where the op says so.
+
+    gelu has no tile of 256×128: a thread of 16 warps would hold 64 codes.
+    """
     problem = problem_of(name, mode, pair, layout="both")
     kernel = registry.get_kernel(name, "triton")
     config = kernel.Config(*tile)
-    if kernel.legal(problem, config, Device(kind="cuda", capability=(9, 0))) is None:
+    reason = kernel.legal(problem, config, Device(kind="cuda", capability=(9, 0)))
+    if reason is None:
         verified(name, problem, device, config=config)
-    else:
+    elif name != "gelu" or tile != (256, 128, 16):
         assert tile[0] < max(pair)
 
 
