@@ -85,9 +85,9 @@ def crowds():
 
 def test_the_gradient_waits_for_the_sums_beside_which_it_starts(crowds, form):
     """Its fence (CCTL) drops what L1 may hold from before the sums."""
-    for (of, which, *_), found in crowds.items():
-        if of != form:
-            continue
+    both = [(which, found) for (of, which, *_), found in crowds.items() if of == form]
+    assert {which for which, _ in both} == {"sums", "gradient"}
+    for which, found in both:
         second = which == "gradient"
         assert ("PREEXIT" in found.instructions) is not second
         assert ("ACQBULK" in found.instructions) is second

@@ -83,8 +83,9 @@ def test_other_tiles(device, name, mode, pair, tile):
     reason = kernel.legal(problem, config, Device(kind="cuda", capability=(9, 0)))
     if reason is None:
         verified(name, problem, device, config=config)
-    elif name != "gelu" or tile != (256, 128, 16):
-        assert tile[0] < max(pair)
+    else:
+        few = name == "gelu" and reason == "64 codes per thread: expected 1 to 32"
+        assert tile[0] < max(pair) or few
 
 
 @pytest.mark.gpu
