@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jetfire.core.device import Device
+from jetfire.core.device import SM_REGISTERS, Device
 from jetfire.core.kernel import Config
 from jetfire.kernels_cuda.program import CudaKernel
 
@@ -79,8 +79,8 @@ Matrices = tuple[tuple[str, Matrix], ...]
 
 
 def registers(config: RowsConfig) -> int:
-    """Return a thread's share of an SM's 65536 registers for as many blocks as are wanted."""
-    return min(255, 65536 // (32 * config.warps * config.blocks) // 8 * 8)
+    """Return a thread's share of an SM's registers for as many blocks as are wanted."""
+    return min(255, SM_REGISTERS // (32 * config.warps * config.blocks) // 8 * 8)
 
 
 def idle(problem: Any, config: RowsConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.device import Device
+from jetfire.core.device import SM_REGISTERS, Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver
@@ -62,8 +62,8 @@ class TileConfig(Config):
 
     @property
     def registers(self) -> int:
-        """Registers of a thread, of which an SM's 65536 hold as many blocks as are wanted."""
-        return min(255, 65536 // (32 * self.warps * self.blocks) // 8 * 8)
+        """Registers of a thread, of which an SM holds as many blocks as are wanted."""
+        return min(255, SM_REGISTERS // (32 * self.warps * self.blocks) // 8 * 8)
 
     @property
     def ring_bytes(self) -> int:

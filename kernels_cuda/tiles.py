@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jetfire.core.device import Device
+from jetfire.core.device import SM_REGISTERS, Device
 from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 TILE = 128  # rows and columns
 PARTS = 16  # of a tile, of 32×32 codes
 BF16_COLUMNS = 64  # of a box of bf16, whose rows have at most 128 bytes
-REGISTERS = 65536  # of an SM
 KEPT = 1024  # bytes of shared memory that the device keeps per block for itself
 
 
@@ -78,7 +77,7 @@ def room_reason(
         prefix: what the launch's fields of the config begin with.
     """
     resident, stages = (getattr(config, prefix + name) for name in ("resident", "stages"))
-    if resident * 32 * warps * registers > REGISTERS:
+    if resident * 32 * warps * registers > SM_REGISTERS:
         return f"{prefix}resident={resident}: {registers} registers per thread do not fit"
     if resident * (shared + KEPT) > device.shared_bytes + KEPT:
         return f"{prefix}resident={resident} {prefix}stages={stages}: too much shared memory"
@@ -87,7 +86,7 @@ def room_reason(
 
 def fitting(warps: int, registers: int) -> int:
     """Return how many blocks the registers of an SM are enough for."""
-    return REGISTERS // (32 * warps * registers)
+    return SM_REGISTERS // (32 * warps * registers)
 
 
 def count(m: int, n: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import triton
 import triton.language as tl
 
-from jetfire.core.device import Device
+from jetfire.core.device import SM_REGISTERS, Device
 from jetfire.core.kernel import Config
 from jetfire.core.problem import written_block
 from jetfire.core.tensors import ceil_div
@@ -30,14 +30,13 @@ class TileConfig(Config):
 class RegisterConfig(TileConfig):
     """A tile whose programs take at most `registers` registers per thread, so more run at once.
 
-    Below what a tile needs the compiler spills: slower, not wrong.
+    Below what a tile needs the compiler spills, which is slower.
     """
 
     registers: int = 255
 
 
 WARPS = (1, 2, 4, 8, 16, 32)
-REGISTERS = 65536  # of an SM
 TILE_SPACE: dict[str, Sequence[Any]] = {
     "tile_m": (32, 64, 128, 256),
     "tile_n": (32, 64, 128, 256, 512, 1024),
@@ -91,6 +90,11 @@ def grid_reason(count: int, expected: str = "larger tiles", of: str = "tiles") -
     return f"more than 2^31 {of}: expected {expected}" if count >= 2**31 else None
 
 
+def registers_each(config: TileConfig) -> int:
+    """Return how many registers an SM has for each thread of a program."""
+    return SM_REGISTERS // (32 * config.warps)
+
+
 def register_reason(config: TileConfig) -> str | None:
     """Return why a config's register limit, where it has one, is illegal."""
     if not isinstance(config, RegisterConfig):
@@ -98,8 +102,9 @@ def register_reason(config: TileConfig) -> str | None:
     # ptxas takes 24 at the least; 255 is the most that a thread can have.
     if not 24 <= config.registers <= 255:
         return f"registers={config.registers}: expected 24 to 255"
-    if config.registers < 255 and config.registers * 32 * config.warps > REGISTERS:
-        return f"registers={config.registers} warps={config.warps}: an SM has {REGISTERS} registers"
+    if config.registers < 255 and config.registers * 32 * config.warps > SM_REGISTERS:
+        held = f"registers={config.registers} warps={config.warps}"
+        return f"{held}: an SM has {SM_REGISTERS} registers"
     return None
 
 
@@ -126,10 +131,10 @@ def register_limit(config: RegisterConfig) -> dict[str, int]:
 def at_most(registers: int, config: TileConfig) -> dict[str, int]:
     """Return the launch option that limits a thread to so many registers.
 
-    Where an SM has fewer for each of a program's threads, that is the limit: a program whose
-    threads take more cannot start.
+    Where an SM has fewer for each, that is the limit: a program whose threads take more cannot
+    start.
     """
-    return {"maxnreg": min(registers, REGISTERS // (32 * config.warps))}
+    return {"maxnreg": min(registers, registers_each(config))}
 
 
 class TileKernel(TritonKernel):

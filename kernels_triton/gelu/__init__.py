@@ -43,11 +43,11 @@ from jetfire.kernels_triton.codes import (
 from jetfire.kernels_triton.common import LOG2E, STREAM_ROUNDING, TINY
 from jetfire.kernels_triton.kernel import EXACT, Launch
 from jetfire.kernels_triton.tiles import (
-    REGISTERS,
     TILE_SPACE,
     TileConfig,
     TileKernel,
     at_most,
+    registers_each,
     share_reason,
     store_tile,
     tile_count,
@@ -224,7 +224,7 @@ class TritonGelu(TileKernel):
         use: the kernel ends in a misaligned address, though its PTX is right.
         """
         return super().legal(problem, config, device) or share_reason(
-            config.tile_m * config.tile_n, config, 1, REGISTERS // (32 * config.warps) // 4, "codes"
+            config.tile_m * config.tile_n, config, 1, registers_each(config) // 4, "codes"
         )
 
     def default(self, problem: Any, device: Device) -> TileConfig:
