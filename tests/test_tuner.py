@@ -310,12 +310,15 @@ def test_limits():
     assert space.base == ToyConfig()
     assert {space.config(p).fast for p in space.pool} == {True}
     assert len(play(study_with("exhaustive", space))) == len(space.pool) == 12
+    assert Space.of(TOY, PROBLEM, HERE, {"fast": ["true", "False"]}).fields["fast"] == (True, False)
     assert Space.of(TOY, PROBLEM, HERE).fields == FIELDS
     says = r"^--space stages: toy does not search it: expected one of tile, warps, fast, order$"
     with pytest.raises(UsageError, match=says):
         Space.of(TOY, PROBLEM, HERE, {"stages": ["3"]})
     with pytest.raises(UsageError, match=r"^--space warps=3: expected one of 1, 2, 4, 8$"):
         Space.of(TOY, PROBLEM, HERE, {"warps": ["1", "3"]})
+    with pytest.raises(UsageError, match=r"^--space fast=maybe: expected false or true$"):
+        Space.of(TOY, PROBLEM, HERE, {"fast": ["maybe"]})
 
 
 @dataclass(frozen=True)
@@ -1458,6 +1461,16 @@ def test_a_small_space_is_searched_whole(interpreted, tmp_path):
     assert code == 0, errors[-3:]
     (entry,) = entries(tmp_path)
     assert (entry["trials"], entry["strategy"]) == (2, "exhaustive")
+
+
+@pytest.mark.parametrize(("warps", "first"), [("1", ""), ("1,2", ", the first of 2")])
+def test_a_space_of_nothing_legal_says_why(interpreted, warps, first):
+    limits = ["tile_m=256", "tile_n=256", f"warps={warps}"]
+    words = [word for limit in limits for word in ("--space", limit)]
+    code, out, errors = interpreted(*SMALL, "--dry-run", *words)
+    why = "2048 elements per thread: expected 1 to 64"
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert errors[0].endswith(f"triton: no config within --space is legal{first}: {why}")
 
 
 def test_a_dry_run_measures_nothing(interpreted, tmp_path):

@@ -66,7 +66,9 @@ def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> S
         return f"{kernel.name}: has nothing to tune"
     space = Space.of(kernel, case.problem, device, asked.space)
     if asked.space and space.whole and not space.pool:
-        return f"{kernel.name}: no config within --space is legal"
+        why = space.reason(space.config((0,) * len(space.fields)))
+        first = f", the first of {space.size}" if space.size > 1 else ""
+        return f"{kernel.name}: no config within --space is legal{first}: {why}"
     return SearchTarget(case, kernel, space)
 
 

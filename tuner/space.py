@@ -65,11 +65,11 @@ class Space:
         for name, texts in (limits or {}).items():
             if name not in fields:
                 raise unknown(f"--space {name}: {kernel.name} does not search it", name, fields)
-            values = {str(value): value for value in fields[name]}
+            values = {str(value).lower(): value for value in fields[name]}
             for text in texts:
-                if text not in values:
+                if text.lower() not in values:
                     raise unknown(f"--space {name}={text}", text, values)
-            fields[name] = tuple(dict.fromkeys(values[text] for text in texts))
+            fields[name] = tuple(dict.fromkeys(values[text.lower()] for text in texts))
         base = kernel.default(problem, device)
         return cls(fields, base, lambda config: kernel.legal(problem, config, device))
 
