@@ -1463,14 +1463,14 @@ def test_a_small_space_is_searched_whole(interpreted, tmp_path):
     assert (entry["trials"], entry["strategy"]) == (2, "exhaustive")
 
 
-@pytest.mark.parametrize(("warps", "first"), [("1", ""), ("1,2", ", the first of 2")])
-def test_a_space_of_nothing_legal_says_why(interpreted, warps, first):
+@pytest.mark.parametrize("warps", ["1", "1,2"])
+def test_a_space_of_nothing_legal_says_why(interpreted, warps):
     limits = ["tile_m=256", "tile_n=256", f"warps={warps}"]
     words = [word for limit in limits for word in ("--space", limit)]
     code, out, errors = interpreted(*SMALL, "--dry-run", *words)
     why = "2048 elements per thread: expected 1 to 64"
     assert (code, out, len(errors)) == (2, "", 1)
-    assert errors[0].endswith(f"triton: no config within --space is legal{first}: {why}")
+    assert errors[0].endswith(f"triton: no config within --space is legal (the first: {why})")
 
 
 def test_a_dry_run_measures_nothing(interpreted, tmp_path):

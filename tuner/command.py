@@ -67,8 +67,7 @@ def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> S
     space = Space.of(kernel, case.problem, device, asked.space)
     if asked.space and space.whole and not space.pool:
         why = space.reason(space.config((0,) * len(space.fields)))
-        first = f", the first of {space.size}" if space.size > 1 else ""
-        return f"{kernel.name}: no config within --space is legal{first}: {why}"
+        return f"{kernel.name}: no config within --space is legal (the first: {why})"
     return SearchTarget(case, kernel, space)
 
 
