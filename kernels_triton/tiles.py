@@ -102,7 +102,7 @@ def register_reason(config: TileConfig) -> str | None:
     # ptxas takes 24 at the least; 255 is the most that a thread can have.
     if not 24 <= config.registers <= 255:
         return f"registers={config.registers}: expected 24 to 255"
-    if config.registers < 255 and config.registers * 32 * config.warps > SM_REGISTERS:
+    if registers_each(config) < config.registers < 255:
         held = f"registers={config.registers} warps={config.warps}"
         return f"{held}: an SM has {SM_REGISTERS} registers"
     return None

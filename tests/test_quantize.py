@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetfire.core import registry
-from jetfire.core.device import Device
+from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.tensors import Quantized
@@ -91,6 +91,7 @@ def test_every_config_gives_the_same_bits(device, layout):
         ({"tile_n": 16}, "tile_n=16: expected a power of two that is a multiple of 32"),
         ({"warps": 3}, "warps=3: expected 1, 2, 4, 8, 16 or 32"),
         ({"registers": 16}, "registers=16: expected 24 to 255"),
+        ({"registers": 65, "warps": 32}, "registers=65 warps=32: an SM has 65536 registers"),
         ({"tile_m": 256, "tile_n": 256, "warps": 1}, "2048 elements per thread"),
     ],
 )
@@ -99,6 +100,13 @@ def test_an_illegal_config_is_refused_with_its_reason(device, config, reason):
     inputs = OP.inputs(problem, device)
     with pytest.raises(UsageError, match=reason):
         launch(KERNEL, problem, KERNEL.Config(**config), inputs, OP.outputs(problem, inputs))
+
+
+@pytest.mark.parametrize("registers", [64, 255])
+def test_a_program_may_take_all_registers_of_an_sm(registers):
+    """As 32 warps of 64 registers do; 255 is no limit."""
+    config = KERNEL.Config(64, 64, 32, registers)
+    assert KERNEL.legal(OP.Problem(64, 64), config, target_device((9, 0))) is None
 
 
 def test_peers_quantise_alike():
