@@ -107,17 +107,7 @@ def convert(
             `frozen` or `fused` with a recipe that is not INT8, or both.
     """
     recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
-    for name, asked in (("frozen", frozen), ("fused", fused)):
-        if asked and recipe.block is None:
-            raise UsageError(f"{name}=True with recipe={recipe.name}: expected an INT8 recipe")
-    if frozen and recipe.fallback is not None:
-        raise UsageError(f"frozen=True with recipe={recipe.name}: expected one without fallback")
-    if frozen and fused:
-        raise UsageError("frozen=True fused=True: expected one of them")
-    if _is_linear(model) or isinstance(model, CONVERTED):
-        raise UsageError(
-            f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
-        )
+    _expect_possible(model, recipe, frozen, fused)
     for given in (skip, keep):
         if isinstance(given, str):  # whose letters may be names of modules; `checked` says which
             raise UsageError(f"{given!r}: expected a tuple of names")
@@ -152,6 +142,21 @@ def convert(
         return Report(tuple(converted), left)
     blocks = _fuse(model, recipe, skipped)
     return Report(tuple(converted), left, *blocks, _fuse_losses(model, blocks[0]))
+
+
+def _expect_possible(model: nn.Module, recipe: Recipe, frozen: bool, fused: bool) -> None:
+    """Raise a UsageError that says what `convert` cannot do with a model or a recipe."""
+    for name, asked in (("frozen", frozen), ("fused", fused)):
+        if asked and recipe.block is None:
+            raise UsageError(f"{name}=True with recipe={recipe.name}: expected an INT8 recipe")
+    if frozen and recipe.fallback is not None:
+        raise UsageError(f"frozen=True with recipe={recipe.name}: expected one without fallback")
+    if frozen and fused:
+        raise UsageError("frozen=True fused=True: expected one of them")
+    if _is_linear(model) or isinstance(model, CONVERTED):
+        raise UsageError(
+            f"convert: the model is itself a {type(model).__name__}: expected a module that has it"
+        )
 
 
 def _skipped(
