@@ -977,6 +977,8 @@ def test_a_peer_that_ends_a_comparison_is_left_out():
     final = decide(Comparer(timed(a=1.0, b=0.9), choking=True), [B], A, A, False, "time", 5.0)
     assert final.config == B
     assert (final.vs_peer, final.failed) == ({}, {})
+    reason = "the comparison failed beside them: a peer ran out of memory"
+    assert final.left_out == [f"all peers: {reason}"]
 
 
 def test_a_comparison_whose_worker_was_killed_is_repeated():
@@ -1444,6 +1446,16 @@ def test_all_problems_get_one_config(interpreted, tmp_path):
     assert len(said) == 1
     # Nothing is searched again, and there is nothing to decide on one problem alone.
     assert not any("trial " in line for line in errors)
+
+
+def test_a_peer_that_was_asked_for_and_left_out_is_named(interpreted):
+    peer = ("--peer", "cublas_bf16", "--trials", 2)
+    code, _, errors = interpreted(*SMALL[: SMALL.index("--peer")], *peer)
+    assert code == 0, errors[-3:]
+    said = [line for line in errors if "left out" in line]
+    assert len(said) == 1
+    reason = "left out of the final comparison: peer cublas_bf16: there is none on cpu"
+    assert said[0].endswith(reason)
 
 
 def test_a_small_space_is_searched_whole(interpreted, tmp_path):

@@ -150,6 +150,7 @@ class Final:
         peers: name → timing.
         failed: config → why it was left out.
         digest: the SHA-256 of the winner's outputs, where it is known.
+        left_out: the peers that were not timed, each with the reason.
     """
 
     config: Config
@@ -160,6 +161,7 @@ class Final:
     peers: Mapping[str, Timing]
     failed: Mapping[Config, str]
     digest: str | None = None
+    left_out: Sequence[str] = ()
 
     @classmethod
     def chosen(
@@ -176,6 +178,7 @@ class Final:
             compared.peers,
             compared.failed,
             compared.digests.get(config),
+            compared.left_out,
         )
 
     @property
@@ -381,12 +384,15 @@ def _compare(
     """
     if not configs:
         return Comparison({}, {}, failed)
+    left_out: list[str] = []
     for peers in (True, False):
         try:
             found = runner.compare(configs, budget_s, rounds, peers)
-            return replace(found, failed={**failed, **found.failed})
+            left_out += found.left_out
+            return replace(found, failed={**failed, **found.failed}, left_out=left_out)
         except RunnerError as error:
             trouble = str(error)
+            left_out = [f"all peers: the comparison failed beside them: {trouble}"]
     culprits: dict[Config, str] = {}
     for config in configs if len(configs) > 1 else ():
         try:

@@ -329,6 +329,8 @@ class Session:
         for config, reason in final.failed.items():
             left_out = f"left out of the final comparison: {config.as_dict()}: {reason}"
             self.display.note(f"{target}: {left_out}")
+        for peer_and_reason in final.left_out:
+            self.display.note(f"{target}: left out of the final comparison: {peer_and_reason}")
         most, left = self.asked.max_noise, noise(final.timing.values)
         if most is not None and left > most:
             samples = final.timing.samples

@@ -97,12 +97,14 @@ class Comparison:
         configs, peers: config, or name → its timing; those that failed their check are missing.
         failed: config → why.
         digests: config → the SHA-256 of its outputs' bytes.
+        left_out: the peers that were not timed, each with the reason.
     """
 
     configs: Mapping[Config, Timing]
     peers: Mapping[str, Timing]
     failed: Mapping[Config, str]
     digests: Mapping[Config, str] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
 
 
 class RunnerError(Exception):

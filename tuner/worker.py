@@ -13,7 +13,7 @@ import torch
 
 from jetfire.core import broken
 from jetfire.core.device import Device
-from jetfire.core.errors import UsageError
+from jetfire.core.errors import UsageError, first_line
 from jetfire.core.kernel import Config, Kernel
 from jetfire.core.launch import run, verify
 from jetfire.core.op import Check, Op
@@ -26,7 +26,7 @@ from jetfire.tuner.trial import Comparison, Measurement, Outcome
 # A config this many times slower than the best, at first sight, is not timed any closer.
 HOPELESS = 3.0
 POWER_MS = 200.0
-# With fewer no order statistic bounds the median with 95% confidence: see `final.beats`.
+# With fewer no order statistic bounds the median with 95% confidence: see `search.beats`.
 LEAST_ROUNDS = 6
 POWER_RUNS = 6
 MOST_ROUNDS = 1000  # where timing goes on until the noise is small
@@ -187,7 +187,7 @@ class Bench:
         failed = self._failed(configs, self._verified)
         sound = [config for config in configs if config not in failed]
         calls = {str(config): self.sets.calls(self.job.kernel, config) for config in sound}
-        rivals = self._peers() if calls and peers else {}
+        rivals, left_out = self._peers() if calls and peers else ({}, [])
         runs: dict[str, Call] = {}
         variants = {**calls, **{f"peer {name}": thunks for name, thunks in rivals.items()}}
         timings = self._in_turn(variants, budget_s, rounds, runs.__setitem__)
@@ -207,6 +207,7 @@ class Bench:
             {name: timings[f"peer {name}"] for name in rivals},
             failed,
             {config: self._digest(config) for config in right},
+            left_out,
         )
 
     def _in_turn(
@@ -243,21 +244,23 @@ class Bench:
         ]
         return {name: Timing.joined([run[name] for run in runs]) for name in variants}
 
-    def _peers(self) -> dict[str, Sequence[Callable[[], object]]]:
-        """Return the peers that run here, prepared for each set of inputs."""
+    def _peers(self) -> tuple[dict[str, Sequence[Callable[[], object]]], list[str]]:
+        """Return the peers, prepared for each set of inputs, and why others are left out."""
         factories = [self.job.op.peers(self.job.problem, inputs) for inputs in self.sets.inputs]
+        wanted = self.job.peers
         found: dict[str, Sequence[Callable[[], object]]] = {}
+        missing = [name for name in wanted or () if name not in factories[0]]
+        left_out = [f"peer {name}: there is none on {self.device.kind}" for name in missing]
         for name in factories[0]:
-            wanted = self.job.peers
             if name not in wanted if wanted is not None else name in SLOW_PEERS:
                 continue
             try:
                 thunks = [factory[name]() for factory in factories]
                 thunks[0]()
                 found[name] = thunks
-            except Exception:  # the bench says why; here it is only left out
-                continue
-        return found
+            except Exception as error:
+                left_out.append(f"peer {name}: {first_line(error)}")
+        return found, left_out
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -311,7 +314,7 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
 
 
 def measure_configs(connection: Connection, device_name: str) -> None:
-    """Answers ``("measure", job, config)`` and ``("compare", job, configs, budget_s)``.
+    """Answers ``("measure", job, config)``, ``("compare", job, configs, budget_s, rounds, peers)``.
 
     An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, and
     with whether the worker is fit for more: not after an error that leaves the device's context
