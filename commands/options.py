@@ -172,9 +172,8 @@ STEP_PEERS = _of("gpt2.bench.cases", "PEERS", "reduce_overhead", "graph", "none"
 LOGGERS = _of("gpt2.training.options", "LOGGERS")
 CORPORA = _of("gpt2.data.corpora", "NAMED")
 TOKENIZERS = _of("gpt2.data.tokenizers", "NAMES")
-# Copies, as the modules of these names load torch; a test compares them.
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck", "consan")
-ARCHITECTURES = ("80", "86", "89", "90", "100")
+SANITIZERS = _of("fuzz.sanitize", "TOOLS")
+ARCHITECTURES = _of("core.device", "ARCHITECTURES")
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
