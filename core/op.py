@@ -113,7 +113,7 @@ class Op(ABC):
         matched: fields, or what follows from them, that a tuned problem shares with every problem
             that its config is used for.
         composite: its kernels launch those of other ops (`Kernel.parts`), so it is not tuned.
-        untuned: no GPU has tuned it yet, so no profiles of it are shipped.
+        untuned: no profiles of it are shipped for the H200 yet, though another GPU may have some.
         contiguous: matrices that a launch takes contiguous alone; others may have any row stride.
         no_gradients: why a backward has no `gradients`; every other op with a backward has them.
         never_empty: sizes that may not be 0.

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from jetfire import ops
-from jetfire.core import calls, profiles, replay, workspace
+from jetfire.core import calls, profiles, replay, terminal, workspace
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.operators import Operator, define
 from jetfire.core.replay import build
@@ -370,13 +370,16 @@ def allocates_more(driver, key, inputs, outputs):
         (allocates_more, "it allocates otherwise each time"),
     ],
 )
-def test_what_cannot_be_replayed_stays_with_python(serve, launch, reason):
+def test_what_cannot_be_replayed_stays_with_python(serve, launch, reason, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "manner", terminal.Manner(verbose=True))
     double = serve(launch)
     for i in range(5):
         x = torch.randn(4, 6)
         assert torch.equal(called(double, x, 2.0), 2 * x)
         assert double.calls == i + 1
     assert reason in replay.refusals[double.name]
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"jetfire: {double.name}: such calls stay with Python: {reason}")
 
 
 def test_a_fault_of_the_recording_is_a_warning(serve, monkeypatch):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -277,10 +277,8 @@ class Study:
 
     Args:
         storage: as `storage_of` takes it, or an open one.
-        attributes: set on the study for those who read it: see `jetfire.report.tuning`.
+        attributes: set on the study; `jetfire.tuner.digest` reads them back.
     """
-
-    log_suffix: ClassVar[str] = ".log"
 
     def __init__(
         self,
@@ -363,8 +361,8 @@ class Study:
     def log(self) -> Path:
         """The file for the full messages of its trials."""
         if self.file is not None and self.file.stem == Path(self.identity.name).name:
-            return self.file.with_suffix(self.log_suffix)
-        return studies_folder() / f"{self.identity.name}{self.log_suffix}"
+            return self.file.with_suffix(".log")
+        return studies_folder() / f"{self.identity.name}.log"
 
     def _alone(self) -> AbstractContextManager[None]:
         """Held while a trial is begun, so that no other tuner here sees half of one."""

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jetfire.core import environment, profiles, workspace
+from jetfire.core import environment, profiles, terminal, workspace
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.replay import build
 from jetfire.core.replay.capture import Capture, CaptureError, KernelLaunch
@@ -141,6 +141,7 @@ class Recorder:
                 return self._plan(args)
         except (Refused, CaptureError) as reason:
             refusals[self._name] = str(reason)
+            terminal.decision(f"{self._name}: such calls stay with Python: {reason}")
         except Exception as error:  # a fault of ours, and none of the call, which is solved
             text = f"calls of {self._name} cannot be replayed: {error!r}"
             warnings.warn(text, JetfireWarning, stacklevel=2)
