@@ -137,7 +137,7 @@ class KernelTimes:
 
     @cached_property
     def values(self) -> list[float]:
-        """The same over the peer's, where there is one."""
+        """Logarithms of the times over the peer's, or of the times where there is no peer."""
         if self.peer is None:
             return self.own
         return [-math.log((point.row.vs_peer or {})[self.peer]) for point in self.points]
@@ -303,7 +303,7 @@ def table(found: Sequence[Change]) -> Table:
 
 
 def records(found: Sequence[Change]) -> list[dict[str, object]]:
-    """The same for a program."""
+    """Return the changes as records, for JSON and CSV."""
     return [
         {
             "device": change.series.device,

@@ -42,7 +42,11 @@ Entry = tuple[Op, Timed]
 
 
 def _memory_bound(op: Op) -> Iterator[Timed]:
-    """At two widths with each of its settings, the first of a kind beside torch.compile; shapes."""
+    """Yield what the suites measure of a memory-bound op.
+
+    First are two widths in each setting, beside torch.compile where a setting changes what that
+    compiles; then squares and GPT-2's shapes.
+    """
     blocks = ("32",) if "block" in op.Problem.__dataclass_fields__ else None
     for turn, n in enumerate((4096, 16384)):
         for mode in op.modes:
@@ -93,7 +97,10 @@ def entries(name: str) -> list[Entry]:
 
 
 def cases(name: str, options: Options) -> list[tuple[Case, Options]]:
-    """Every problem of a suite once a kind of data, with the options of the first entry with it."""
+    """Return the problems of a suite with their options.
+
+    Each comes once per distribution of data, with the options of the first entry that has it.
+    """
     found: dict[tuple[Case, str], tuple[Case, Options]] = {}
     for op, timed in entries(name):
         chosen = replace(

@@ -44,7 +44,8 @@ class Found:
     Attributes:
         stale: the kernel's source has changed since.
         same_shape: the entry's problem has the sizes of this one, whatever its other fields.
-        distance: from the entry's problem, as `find` measures it; a default is its own problem's.
+        distance: how far the entry's problem is from this one, as `find` measures it; `EXACT` for
+            a default.
     """
 
     config: Any
@@ -61,7 +62,7 @@ class _Tuned:
 
     Attributes:
         own: it is of the device itself, not of another of its architecture.
-        sort, place: its problem's (`profiles.sort_of`, `_place`).
+        sort, place: `profiles.sort_of` and `_place` of the entry's problem.
     """
 
     entry: Entry

@@ -76,7 +76,10 @@ class FuzzPlan:
         return Isolated(device, self.case_s, self.sanitizer)
 
     def rounds(self) -> Iterator[list[Unit]]:
-        """A batch of each pair that has one left, all together; huge ones among them once."""
+        """Yield rounds, each the next batch of every pair that has one left.
+
+        One round more is of a huge example per pair.
+        """
         left = {pair: extent.batches() for pair, extent in self.extents.items()}
         for turn in itertools.count():
             found = {pair: next(batches, None) for pair, batches in left.items()}

@@ -47,9 +47,10 @@ def interval(before: Row, after: Row) -> tuple[float, float] | None:
 def _error(row: Row) -> tuple[float, float] | None:
     """Return the variance of the logarithm of a row's median, and its degrees of freedom.
 
-    Of the deviation, two percentiles of n normal samples say as much as 0.46·n samples: their
-    difference has a variance of 3.06/n, of a mean of 1.68 (Cramér, Mathematical Methods of
-    Statistics, 1946, section 28.5).
+    The deviation is known from two percentiles alone. From n normal samples they give it as
+    precisely as the usual estimate from 0.46·n: the difference of the percentiles has a mean of
+    1.68 deviations and a variance of 3.06/n (Cramér, Mathematical Methods of Statistics, 1946,
+    section 28.5).
     """
     deviation, count = scatter(row), row.samples or 0
     if deviation is None or count < 2:

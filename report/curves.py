@@ -53,9 +53,10 @@ class Curve:
 
     @classmethod
     def of(cls, path: Path, records: Sequence[Mapping[str, Any]], label: str) -> Curve:
-        """
+        """Return the curve of a run's log.
+
         Args:
-            path: the log's, for what is wrong with it.
+            path: the log's, for messages.
         """
         steps = [r for r in records if r["kind"] == "step"]
         evaluations = [r for r in records if r["kind"] == "evaluation"]
@@ -159,7 +160,7 @@ def image(
     """Losses, and below them how far the validation losses are from the first group's, and maps.
 
     Args:
-        first: what that is called there.
+        first: the first group's name on the lower axis.
     """
     base = groups[0].mean
     near = [group for group in groups if _near(base, group)]

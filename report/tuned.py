@@ -158,7 +158,7 @@ def lookups(file: Path, device: Mapping[str, Any]) -> list[Lookup]:
 
 
 def records(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[Any]:
-    """Both as JSON."""
+    """Return the entries and the lookups as JSON values."""
     both: list[ShippedEntry | Lookup] = [*entries, *found]
     return [dataclasses.asdict(one) for one in both]
 

@@ -103,8 +103,8 @@ class Attempt:
 
     Attributes:
         fate: one of `FATES`.
-        values: what was to be small (ms, J, or both), where it was measured and is above 0.
-        said: what became of its config; of nothing known a crash.
+        values: what the objective minimises (ms, J, or both), where it was measured and is above 0.
+        said: what came of trying the config; a crash where nothing is known.
     """
 
     number: int

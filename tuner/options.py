@@ -43,13 +43,13 @@ class TuneOptions:
     """The options of `jetfire tune` as they were given.
 
     Attributes:
-        keep: the studies, and in the user's profiles the winners.
+        keep: whether the studies are saved, and the winners in the user's profiles.
         for_all: one config for all problems of a kernel, by one of `FOR_ALL`.
         bits: ``same``: only configs whose outputs are bit-equal to those of the config in use.
-        max_noise: what of a time is to be its noise (`measure.timer.noise`), as a share of it.
+        max_noise: the most that a time's noise (`measure.timer.noise`) may be, as a share of it.
         profile: ``ncu``: what reads the counters of the winner and the default.
         unseen: instead of `cases`, so many problems of the ops of `cases` that no profile is for.
-        output: where what they show is written.
+        output: the file for the rows of `unseen`.
     """
 
     cases: Sequence[Case] = ()

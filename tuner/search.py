@@ -258,7 +258,7 @@ class CountedSearch:
 
 
 def costs(timing: Timing, objective: Objective) -> np.ndarray:
-    """What is to be small, of each sample: milliseconds, joules, or the product of both.
+    """Return what the objective minimises, per sample: ms, joules, or the product of both.
 
     Energy has a sample for each run in which power was read.
     """

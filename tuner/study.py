@@ -549,7 +549,7 @@ def _owner() -> str:
 
 
 def _is_dead(trial: FrozenTrial, local: bool) -> bool:
-    """Nobody will end this trial.
+    """Return whether the tuner that ran a trial is gone, so that nobody will end it.
 
     Args:
         local: the caller holds the lock under which a trial here gets its owner.

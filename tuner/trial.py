@@ -26,7 +26,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 @dataclass(frozen=True)
 class Measurement:
-    """One config's fate.
+    """What came of trying one config.
 
     Attributes:
         outcome: ``ok``; ``slow``, hopeless after a first look, of which `ms` is all there is; or
@@ -56,7 +56,7 @@ class Measurement:
         return self.outcome in ("ok", "slow")
 
     def values(self, objective: Objective) -> list[float] | None:
-        """What is to be small; None where it was not measured."""
+        """Return what the objective minimises (ms, joules, or both), where it was measured."""
         wanted = {"time": [self.ms], "energy": [self.joules], "both": [self.ms, self.joules]}
         found = [value for value in wanted[objective] if value is not None]
         return found if self.measured and len(found) == len(wanted[objective]) else None

@@ -170,7 +170,7 @@ class Bench:
         return total.hexdigest()
 
     def _rounds(self, usual: int) -> int:
-        """How many samples, at most where a noise is asked for."""
+        """Return the samples to take, or the most of them where the noise is to be small."""
         return usual if self.job.max_noise is None else MOST_ROUNDS
 
     def _said(self, error: Exception) -> str:
