@@ -28,7 +28,7 @@ BUSY = 60.0  # percent of a peak, from which on it is what limits a kernel
 SAME = 0.05  # of a counter: less is no difference
 AGREES = (0.9, 1.1)  # DRAM bytes over those that the op must move
 MOST_BARS = 30  # of a chart
-SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+TRAFFIC = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 # What goes first where a terminal is narrow.
 SPARE = ("conflicts", "registers", "occupancy", "L2", "DRAM rate", "SM", "DRAM")
 # What limits a kernel that has a share of its peak, by counter.
@@ -40,8 +40,8 @@ _PARTS = {"dram_pct": "DRAM", "l2_pct": "the L2 cache", "l1_pct": "L1 and shared
 # a count, has to be worth mentioning: beside it stands what is added to both sides of a ratio.
 _PERCENT = "{:.0f}%".format
 _COMPARED: dict[str, tuple[str, Any, float]] = {
-    "dram": ("bytes from and to DRAM", lambda v: scaled(v, SIZES), 1e4),
-    "l2_bytes": ("bytes through L2", lambda v: scaled(v, SIZES), 1e4),
+    "dram": ("bytes from and to DRAM", lambda v: scaled(v, TRAFFIC), 1e4),
+    "l2_bytes": ("bytes through L2", lambda v: scaled(v, TRAFFIC), 1e4),
     "bank_conflicts": ("bank conflicts of shared memory", lambda v: f"{v:.0f}", 0.0),
     "tensor_pct": ("use of the tensor pipes", _PERCENT, 2.0),
     "sm_pct": ("use of the SMs", _PERCENT, 2.0),
@@ -161,9 +161,9 @@ def cells(counters: Counted) -> dict[str, str]:
         "memory": _share(counters.get("memory_pct")),
         "DRAM rate": _share(counters.get("dram_pct")),
         "tensor": _share(counters.get("tensor_pct")),
-        "DRAM": scaled(_value(counters, "dram"), SIZES),
+        "DRAM": scaled(_value(counters, "dram"), TRAFFIC),
         "of counted": times(counters.get("dram_of_counted")),
-        "L2": scaled(counters.get("l2_bytes"), SIZES),
+        "L2": scaled(counters.get("l2_bytes"), TRAFFIC),
         "conflicts": fixed(counters.get("bank_conflicts")),
         "occupancy": _share(counters.get("occupancy_pct")),
         "registers": fixed(counters.get("registers")),

@@ -101,7 +101,7 @@ def figure(series: KernelTimes, changes: Sequence[Change]) -> go.Figure:
     """Return the times with their percentiles, run after run, and the levels before and after."""
     import plotly.graph_objects as go
 
-    from jetfire.report.tuning_charts import BEST, COLOURS
+    from jetfire.report.tuning_charts import BEST, FATES
 
     made, points = blank(360), series.points
     spans = [(p.row.ms_p20 or p.ms, p.row.ms_p80 or p.ms) for p in points]
@@ -117,13 +117,13 @@ def figure(series: KernelTimes, changes: Sequence[Change]) -> go.Figure:
         error_y=bars,
         mode="markers",
         name="median, p20–p80",
-        marker={"color": COLOURS["ok"]},
+        marker={"color": FATES["ok"]},
         hovertext=[escaped(f"{p.run.name}: {time_text(p.ms)}, {p.run.file}") for p in points],
         hoverinfo="text",
     )
     ends = [*(change.at for change in changes), len(points)]
     for change, end in zip(changes, ends[1:], strict=True):
-        colour = BEST if change.rise < 1 else COLOURS["wrong"]
+        colour = BEST if change.rise < 1 else FATES["wrong"]
         level = {"x": [change.at - 0.5, change.at - 0.5, end - 0.5], "mode": "lines"}
         ys = [change.before, change.after, change.after]
         name = escaped(f"{change.verdict} since {_tick(change.first.name)}")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import plotly.graph_objects as go
 
 from jetfire.report import counters
-from jetfire.report.page import COLOURS as STALLS
-from jetfire.report.page import GRID, blank, escaped
+from jetfire.report.page import COLOURS, GRID, blank, escaped
 from jetfire.report.text import fields_text, significant
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 # By a trial's fate, in the order in which they are shown: Okabe and Ito's palette where it can be
 # told from white and from black alike.
-COLOURS = {
+FATES = {
     "ok": "#3b8fd1",
     "slow": "#e69f00",
     "illegal": "#999999",
@@ -121,10 +120,10 @@ def _marked(digest: Digest, among: Sequence[Attempt], x: Of, y: Of) -> list[go.S
 
 def _by_fate(attempts: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
     """Measured trials, a trace an outcome; what was measured briefly is drawn hollow."""
-    groups = {fate: [a for a in attempts if a.fate == fate] for fate in COLOURS}
+    groups = {fate: [a for a in attempts if a.fate == fate] for fate in FATES}
     symbols = {"slow": "circle-open"}
     return [
-        _points(fate, group, x, y, color=COLOURS[fate], symbol=symbols.get(fate, "circle"))
+        _points(fate, group, x, y, color=FATES[fate], symbol=symbols.get(fate, "circle"))
         for fate, group in groups.items()
         if group
     ]
@@ -152,7 +151,7 @@ def history(digest: Digest) -> go.Figure | None:
     failed = [a for a in digest.attempts if a.values is None or a.ms is None]
     if not digest.attempts:
         return None
-    rows = [fate for fate in COLOURS if any(a.fate == fate for a in failed)]
+    rows = [fate for fate in FATES if any(a.fate == fate for a in failed)]
     strip = min(0.05 + 0.06 * len(rows), 0.45) if rows else 0.0
     if not digest.measured:
         strip = 1.0
@@ -160,7 +159,7 @@ def history(digest: Digest) -> go.Figure | None:
     for fate in rows:
         group = [a for a in failed if a.fate == fate]
         points = _points(
-            fate, group, lambda a: a.number, lambda a: a.fate, symbol="x", color=COLOURS[fate]
+            fate, group, lambda a: a.number, lambda a: a.fate, symbol="x", color=FATES[fate]
         )
         figure.add_trace(points.update(yaxis="y2", showlegend=False))
     last = digest.attempts[-1].number
@@ -228,7 +227,7 @@ def importance(digest: Digest) -> go.Figure | None:
                 cliponaxis=False,
                 hoverinfo="skip",
                 showlegend=len(found) > 1,
-                marker={"color": COLOURS["ok"] if unit == "ms" else COLOURS["slow"]},
+                marker={"color": FATES["ok"] if unit == "ms" else FATES["slow"]},
             )
         )
     figure.update_xaxes(title_text="share of the importance", tickformat=".0%", range=[0, 1.08])
@@ -461,7 +460,7 @@ def stalls(digest: Digest) -> go.Figure | None:
     for i, reason in enumerate(reasons):
         values = [bars[name].get(reason, 0.0) for name in names]
         text = escaped(counters.reason_text(reason))
-        shape = ("", "/", "x")[i // len(STALLS) % 3]
+        shape = ("", "/", "x")[i // len(COLOURS) % 3]
         figure.add_trace(
             go.Bar(
                 name=escaped(reason),
@@ -470,7 +469,7 @@ def stalls(digest: Digest) -> go.Figure | None:
                 x=values,
                 hovertext=[f"{text}: {significant(value)}" for value in values],
                 hoverinfo="text",
-                marker={"color": STALLS[i % len(STALLS)], "pattern": {"shape": shape}},
+                marker={"color": COLOURS[i % len(COLOURS)], "pattern": {"shape": shape}},
             )
         )
     figure.update_xaxes(title_text="warps that wait, per issued instruction", rangemode="tozero")

@@ -48,7 +48,7 @@ NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
 # searches and little time the first are done well, and the others left.
 FINAL_S, LEAST_S = 3.0, 2.0
 # Outcomes that another run would not change; a crash may have come from outside.
-HOPELESS = ("wrong", "illegal", "compile")
+LASTING = ("wrong", "illegal", "compile")
 
 
 @dataclass
@@ -310,7 +310,7 @@ class Session:
                 one.found.source == "tuned",
                 self.objective,
                 min(rounds_s, max(1.0, self.end - begin)),
-                {c: m.message for c, m in latest.items() if self._hopeless(m)},
+                {c: m.message for c, m in latest.items() if self._would_fail_again(m)},
                 self.effort.rounds,
             )
         except WrongResultError:
@@ -418,11 +418,11 @@ class Session:
             counters = {"counters": found["winner"], "default_counters": default_too}
             one.study.conclude({**final, **counters})
 
-    def _hopeless(self, measurement: Measurement) -> bool:
-        """Whether another run would change nothing; with more time it may."""
+    def _would_fail_again(self, measurement: Measurement) -> bool:
+        """Return whether another run would change nothing; with more time it may."""
         if measurement.outcome == "timeout":
             return not measurement.lacked_time(self.asked.trial_s)
-        return measurement.outcome in HOPELESS
+        return measurement.outcome in LASTING
 
     def _save(self, one: Search, final: Final) -> None:
         target, timing = one.target, final.timing
