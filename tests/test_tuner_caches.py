@@ -90,7 +90,7 @@ def test_a_cache_is_a_recording(tmp_path):
     assert [m.seconds for m in found.trials.values()] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert len(found.space().pool) == 5  # no other combination
     best = replayed(found, "exhaustive", 9, 0)
-    assert (best.ms, best.trials, best.config.as_dict()["size"]) == (2.5, 5, 32)
+    assert (best.final.timing.ms, best.trials, best.final.config.as_dict()["size"]) == (2.5, 5, 32)
 
 
 @pytest.mark.parametrize("strategy", ["tpe", "gp", "random"])
@@ -98,7 +98,7 @@ def test_a_search_of_a_cache_begins_at_random(tmp_path, strategy):
     """There is no default in it: other seeds begin with other configs."""
     fates = {(size, "a"): {"time": 1 + abs(size - 20)} for size in range(1, 61)}
     found = loaded(tmp_path, cache(fates))
-    assert len({replayed(found, strategy, 1, seed).config for seed in range(5)}) > 1
+    assert len({replayed(found, strategy, 1, seed).final.config for seed in range(5)}) > 1
     assert replayed(found, strategy, 30, 0) == replayed(found, strategy, 30, 0)
 
 

@@ -120,7 +120,8 @@ def tune(asked: TuneOptions, give: Give = display.show) -> None:
     if session.counted:
         display.show_counted(session.counted)
     if session.searches:
-        _write_files(asked, session)
+        for file, content in _contents(asked, session):
+            write(file, content)
     _judge(session)
 
 
@@ -144,14 +145,8 @@ def _judge(session: Session) -> None:
         )
 
 
-def _write_files(asked: TuneOptions, session: Session) -> None:
-    """Write the files that were asked for, each before the next is made."""
-    for file, content in _contents(asked, session):
-        write(file, content)
-
-
 def _contents(asked: TuneOptions, session: Session) -> Iterator[tuple[Path, bytes | str]]:
-    """Make each file's content; of lookups, say how near they are first."""
+    """Yield the files that were asked for and what they hold; of lookups, say how near they are."""
     first = session.searches[0]
     device = first.study.optuna.user_attrs["device"]
     if asked.unseen:
@@ -200,9 +195,9 @@ def replay(
     legal = len(recording.space().pool)
     usual = min(math.ceil(0.15 * legal), EFFORTS["full"].trials)
     found = replayed(recording, strategy, trials or usual, seed)
-    best = recording.optimum_ms
+    best, ms = recording.optimum_ms, found.final.timing.ms
     return (
         f"{recording.title}: {strategy} found "
-        f"{significant(found.ms, 5)} ms after {found.trials} of {legal} configs, the optimum is "
-        f"{significant(best, 5)} ms ({found.ms / best - 1:.1%} more)"
+        f"{significant(ms, 5)} ms after {found.trials} of {legal} configs, the optimum is "
+        f"{significant(best, 5)} ms ({ms / best - 1:.1%} more)"
     )

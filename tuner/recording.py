@@ -333,16 +333,14 @@ class Replayed:
     """What a search found.
 
     Attributes:
-        ms: the winner's recorded time.
+        final: the decision, by recorded times.
         trials: configs that were looked at.
         seconds: that it would have taken.
     """
 
-    config: Config
-    ms: float
+    final: Final
     trials: int
     seconds: float
-    final: Final
 
 
 def _unheard(*_: object) -> None:
@@ -378,4 +376,4 @@ def replayed(
     best = study.best(3)
     holder = recording.base if recording.base in recording.trials or not best else best[0]
     final = decide(runner, best, holder, holder, False, "time", math.inf)
-    return Replayed(final.config, final.timing.ms, len(study.finished()), runner.now(), final)
+    return Replayed(final, len(study.finished()), runner.now())
