@@ -28,8 +28,7 @@ LEAST_RUNS = 2  # on either side of a change: one alone may have been disturbed
 LEAST = math.log(1.02)  # a change that is worth a line
 CHANCE = 0.001  # of a history without any change, in which one is seen all the same
 AGREE = 0.5  # of a step of the ratio to the peer, what the own time must have moved by
-# A median's standard error in deviations, and the deviation of a median absolute difference of two.
-_OF_MEDIAN, _OF_DIFFERENCE = math.sqrt(math.pi / 2), 1.4826 / math.sqrt(2)
+_OF_DIFFERENCE = 1.4826 / math.sqrt(2)  # the deviation, over the median difference of two samples
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def changes(every: Sequence[KernelTimes]) -> list[Change]:
         usual = median([series.between for series in same])
         for series in same:
             deviation = max(series.within, series.between, usual)
-            found += _changes(series, deviation, sure * _OF_MEDIAN * deviation)
+            found += _changes(series, deviation, sure * noise.OF_MEDIAN * deviation)
     rank = {"slower": 0, "mended since": 1, "faster": 2}
     return sorted(found, key=lambda change: (rank[change.verdict], -change.rise))
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetfire.core.tensors import span
+
 # Addresses of the first byte of each tensor and of the one after its last, with its shape.
 _Span = tuple[int, int, tuple[int, ...]]
 _spans: list[_Span] = []
@@ -71,17 +73,11 @@ def _noting(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def converted(argument: Any) -> Any:
         tensor = getattr(argument, "base", argument)  # of one that Triton reinterprets
         if isinstance(tensor, torch.Tensor):
-            _spans.append(_span(tensor))
+            first, shape = tensor.data_ptr(), tuple(tensor.shape)
+            _spans.append((first, first + span(tensor) * tensor.element_size(), shape))
         return convert(argument)
 
     return converted
-
-
-def _span(tensor: torch.Tensor) -> _Span:
-    first = tensor.data_ptr()
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    count = sum((size - 1) * stride for size, stride in sizes) + 1 if tensor.numel() else 0
-    return first, first + count * tensor.element_size(), tuple(tensor.shape)
 
 
 def _checked(access: Callable[..., Any], name: str, mask_at: int | None) -> Callable[..., Any]:

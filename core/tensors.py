@@ -137,6 +137,13 @@ def seed_of(problem: Any) -> Specs:
     return {"seed": Spec("int64", (1,))} if problem.rounding == "stochastic" else {}
 
 
+def span(tensor: Tensor) -> int:
+    """Return how many elements there are from a tensor's first to behind its last."""
+    if 0 in tensor.shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return torch's dtype of a `Spec`'s name."""
     import torch

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from jetfire.core.tensors import span
 from jetfire.fuzz.example import GUARD
-from jetfire.measure.check import first as first
 
 # Of bytes around inputs: NaN in every float type. And around outputs.
 INPUT_FILL, OUTPUT_FILL = 0xFF, 0xA5
@@ -29,8 +29,8 @@ class Placed:
 
     def on(self, buffer: torch.Tensor) -> Placed:
         """Return the same view of another buffer."""
-        span = _span(self.view) * self.view.itemsize
-        typed = buffer[self.start : self.start + span].view(self.view.dtype)
+        end = self.start + span(self.view) * self.view.itemsize
+        typed = buffer[self.start : end].view(self.view.dtype)
         view = typed.as_strided(self.view.shape, self.view.stride())
         return Placed(buffer, view, self.start)
 
@@ -42,13 +42,6 @@ class Placed:
         """The bytes before and after a contiguous view."""
         end = self.start + self.view.nbytes
         return torch.cat([self.buffer[: self.start], self.buffer[end:]])
-
-
-def _span(x: torch.Tensor) -> int:
-    """Return how many elements there are from the first to behind the last."""
-    if 0 in x.shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def place(
@@ -72,7 +65,7 @@ def place(
         steps[0] = max(1, shape[1]) + padding
     like = torch.empty_strided(shape, steps, dtype=dtype, device="meta")
     start = guard + offset * dtype.itemsize
-    size = start + _span(like) * dtype.itemsize + guard
+    size = start + span(like) * dtype.itemsize + guard
     buffer = torch.full((size,), fill, dtype=torch.uint8, device=device)
     return Placed(buffer, like, start).on(buffer)
 

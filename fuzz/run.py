@@ -19,7 +19,8 @@ from jetfire.core.op import Op
 from jetfire.core.tensors import Tensors, bits
 from jetfire.core.tensors import poison as op_poison
 from jetfire.fuzz.example import Example, Kind, Mode, Outcome
-from jetfire.fuzz.memory import INPUT_FILL, OUTPUT_FILL, Placed, fill_bytes, first, place, shown
+from jetfire.fuzz.memory import INPUT_FILL, OUTPUT_FILL, Placed, fill_bytes, place, shown
+from jetfire.measure.check import first
 from jetfire.measure.edges import throughout
 from jetfire.measure.runner import memory_free
 

@@ -10,7 +10,7 @@ from jetfire.measure.results import Row
 
 # How far the 20th and the 80th percentile of a normal distribution are apart, in deviations.
 _SPAN = 2 * NormalDist().inv_cdf(0.8)
-_OF_MEDIAN = math.sqrt(math.pi / 2)  # a median's standard error, over that of the mean
+OF_MEDIAN = math.sqrt(math.pi / 2)  # a median's standard error, over that of the mean
 
 
 def scatter(row: Row) -> float | None:
@@ -55,7 +55,7 @@ def _error(row: Row) -> tuple[float, float] | None:
     deviation, count = scatter(row), row.samples or 0
     if deviation is None or count < 2:
         return None
-    return (_OF_MEDIAN * deviation) ** 2 / count, 0.46 * count
+    return (OF_MEDIAN * deviation) ** 2 / count, 0.46 * count
 
 
 @cache

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from jetfire.core.errors import UsageError, first_line
 from jetfire.core.files import MIB, Unreadable, Unwritable
 from jetfire.core.kernel import Config, Kernel
 from jetfire.measure import provenance
+from jetfire.measure.plan import Note
 from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.report.text import plural
 from jetfire.tuner.space import Space
@@ -52,7 +53,6 @@ MOST_VALUES = 3_000_000
 READ_S, LINE_S = 1.0, 60e-6
 # What says that a study cannot be written, or read, any more.
 BROKEN = (OSError, Unwritable, optuna.exceptions.StorageInternalError, json.JSONDecodeError)
-Note = Callable[[str], None]
 T = TypeVar("T")
 
 

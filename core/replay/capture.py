@@ -90,7 +90,7 @@ class Capture:
         driver: the library's name.
     """
 
-    def __init__(self, driver: str = "libcuda.so.1") -> None:
+    def __init__(self, driver: str) -> None:
         self._driver = _library(driver)
 
     def launches(self, stream: int, work: Callable[[], object]) -> list[KernelLaunch]:
