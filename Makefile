@@ -34,7 +34,7 @@ tune: $(INSTALLED)  ## search configs of OP's kernels on this GPU, keep the best
 	$(PY) -m jetfire.cli tune $(OP) $(if $(M),--m $(M))
 
 profiles: $(INSTALLED)  ## tune on this GPU what profiles/ is shipped for and lacks
-	tuned=$$($(PY) -m jetfire.tuner.shipped) && echo "$$tuned" | while read -r words; do \
+	tuned=$$($(PY) -m jetfire.tuner.problems) && echo "$$tuned" | while read -r words; do \
 	  JETFIRE_PROFILES=profiles $(PY) -m jetfire.cli tune $$words --all --missing \
 	    --strategy gp --budget 1h < /dev/null || exit 1; done
 	for preset in gpt2-124m gpt2-350m gpt2-774m gpt2-1558m; do \
@@ -77,12 +77,12 @@ results: $(INSTALLED)  ## measure docs/results/h200.json on this GPU, then its t
 	$(PY) -m jetfire.cli bench --suite training -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli bench --suite export -o docs/results/h200.json --append
 	$(PY) -m jetfire.cli report docs/results/h200.json
-	$(PY) -m jetfire.bench.shipped
+	$(PY) -m jetfire.bench.records
 
 report: $(INSTALLED)  ## tables, plots and shipped peaks from docs/results/ and profiles/, without measuring
 	$(PY) -m jetfire.cli report docs/results/h200.json
 	$(PY) -m jetfire.cli report docs/results/h100.json
-	$(PY) -m jetfire.bench.shipped
+	$(PY) -m jetfire.bench.records
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

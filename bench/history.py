@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import NormalDist, median, median_high, median_low
 
 from jetfire.bench.compare import name_of, parse_share, time_of
-from jetfire.bench.shipped import OTHERS
+from jetfire.bench.records import OTHERS
 from jetfire.core import checkout, files, terminal
 from jetfire.core.errors import RegressionError, UsageError
 from jetfire.core.files import Unreadable

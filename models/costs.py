@@ -1,6 +1,6 @@
 """What a layer's products take, in BF16, FP8 and INT8: measured here, or of the shipped rows.
 
-A shipped row is one of `jetfire.bench.shipped`, else a profile's, of exactly the problem's
+A shipped row is one of `jetfire.bench.records`, else a profile's, of exactly the problem's
 sizes and types; only its flags, whether a bias or the output's own value is added, may be others.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jetfire.bench import shipped as records
+from jetfire.bench import records
 from jetfire.bench.progress import watch
 from jetfire.core import lookup, registry
 from jetfire.core.device import Device, target_device

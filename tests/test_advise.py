@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from jetfire.bench import shipped as records
+from jetfire.bench import records
 from jetfire.cli import execute
 from jetfire.core import profiles, registry
 from jetfire.core.device import Device

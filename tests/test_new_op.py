@@ -170,9 +170,9 @@ def test_compile(copy):
 
 def test_shipped_profiles(copy):
     """`make profiles` tunes it, for the shapes of every known model both ways."""
-    code = """from jetfire.tuner import shipped
-print(*(case.problem.mode for case in shipped.cases(["softsign"])))
-print(*shipped.commands())"""
+    code = """from jetfire.tuner import problems
+print(*(case.problem.mode for case in problems.cases(["softsign"])))
+print(*problems.commands())"""
     modes, commands = copy.run("-c", code).splitlines()
     assert modes.split().count("fwd") == modes.split().count("bwd") > 10
     assert " softsign " in commands

@@ -13,8 +13,7 @@ from jetfire.core.launch import choose
 from jetfire.gpt2.training.finished import addition
 from jetfire.report import documents
 from jetfire.report.tuned import ROUNDING
-from jetfire.tuner import shipped as problems
-from jetfire.tuner import unseen
+from jetfire.tuner import problems, unseen
 from jetfire.tuner.options import TuneOptions
 
 ROOT = Path(__file__).parent.parent

@@ -43,7 +43,7 @@ from jetfire.ops.hadamard_quantize import HadamardQuantizeProblem
 from jetfire.ops.int4_gemm import Int4GemmProblem
 from jetfire.ops.sample_rows import SampleRowsProblem
 from jetfire.report.text import plural
-from jetfire.tuner import command, shipped
+from jetfire.tuner import command, problems
 from jetfire.tuner import display as display_module
 from jetfire.tuner import space as space_module
 from jetfire.tuner.display import SearchDisplay
@@ -1202,23 +1202,23 @@ def test_the_command_replays(capsys, tmp_path):
 
 @pytest.fixture(scope="module")
 def shipped_cases():
-    return shipped.cases()
+    return problems.cases()
 
 
 def test_every_op_block_and_model_is_shipped(shipped_cases):
     assert len(shipped_cases) == len(set(shipped_cases))
-    problems = {(case.op.name, case.problem) for case in shipped_cases}
-    names = [n for n in registry.names() if n not in shipped.parts()]
+    found = {(case.op.name, case.problem) for case in shipped_cases}
+    names = [n for n in registry.names() if n not in problems.parts()]
     names = [name for name in names if not registry.get(name).composite]
-    for name, block, workload in itertools.product(names, BLOCKS, shipped.WORKLOADS):
+    for name, block, workload in itertools.product(names, BLOCKS, problems.WORKLOADS):
         op = registry.get(name)
         # A square GEMM is the same backward, but for the sums that wgrad may add to.
         for mode in op.modes[:1] if (name, workload) == ("gemm", "square") else op.modes:
             fields = {"block": block} if "block" in op.Problem.__dataclass_fields__ else {}
             wanted = workloads.problems(op, workload, mode, fields)
             assert wanted
-            assert {(name, problem) for problem in wanted} <= problems
-    assert set(shipped.WORKLOADS) == {*workloads.MODELS, "square"}
+            assert {(name, problem) for problem in wanted} <= found
+    assert set(problems.WORKLOADS) == {*workloads.MODELS, "square"}
 
 
 def test_every_output_of_the_gemm_is_shipped(shipped_cases):
@@ -1242,8 +1242,8 @@ def test_every_output_of_the_gemm_is_shipped(shipped_cases):
 
 def test_every_launch_of_a_layer_in_4_bits_is_shipped():
     """Of models what a step in training asks for, of the paper's layers what the bench times."""
-    found = {(case.op.name, case.problem) for case in shipped.cases(tuple(shipped.parts()))}
-    assert {name for name, _ in found} == set(shipped.parts())
+    found = {(case.op.name, case.problem) for case in problems.cases(tuple(problems.parts()))}
+    assert {name for name, _ in found} == set(problems.parts())
     layer = registry.get("hadamard_gemm")
     paper = workloads.problems(layer, "int4-paper", "fwd", {})
     paper += workloads.problems(layer, "int4-paper", "bwd", {})
@@ -1265,7 +1265,7 @@ def test_every_launch_of_a_layer_in_4_bits_is_shipped():
 
 def test_every_op_with_something_to_tune_is_in_one_command():
     names = []
-    for words in map(str.split, shipped.commands()):
+    for words in map(str.split, problems.commands()):
         ops = words[: min(i for i, word in enumerate(words) if word.startswith("--"))]
         options = dict(zip(words[len(ops) :: 2], words[len(ops) + 1 :: 2], strict=True))
         names += ops
@@ -1277,10 +1277,10 @@ def test_every_op_with_something_to_tune_is_in_one_command():
     assert sorted(names) == [n for n in registry.names() if not registry.get(n).composite]
 
 
-@pytest.mark.parametrize("names", [(), tuple(shipped.parts())], ids=["shipped", "int4"])
+@pytest.mark.parametrize("names", [(), tuple(problems.parts())], ids=["shipped", "int4"])
 def test_a_kernel_takes_each_shipped_problem(names):
     device = target_device((9, 0))
-    for case in shipped.cases(names):
+    for case in problems.cases(names):
         kernels = registry.kernels(case.op.name).values()
         assert any(
             kernel.legal(case.problem, kernel.default(case.problem, device), device) is None
@@ -1290,7 +1290,7 @@ def test_a_kernel_takes_each_shipped_problem(names):
 
 
 def test_ops_and_blocks_narrow_what_is_shipped(shipped_cases):
-    some = shipped.cases(["gelu", "add"], ["64"])
+    some = problems.cases(["gelu", "add"], ["64"])
     assert some == [
         c
         for name in ("gelu", "add")
@@ -1298,7 +1298,7 @@ def test_ops_and_blocks_narrow_what_is_shipped(shipped_cases):
         if c.op.name == name and c.problem.block == 64
     ]
     with pytest.raises(UsageError, match="block=33"):
-        shipped.cases([], ["33"])
+        problems.cases([], ["33"])
 
 
 # The command.
@@ -1592,7 +1592,7 @@ def test_all_takes_ops_and_blocks(interpreted):
         "transpose", "--all", "--block", "64", "--dry-run", "--device", "cpu"
     )
     assert code == 0, errors
-    count = len(shipped.cases(["transpose"], ["64"]))
+    count = len(problems.cases(["transpose"], ["64"]))
     assert out.splitlines()[0].endswith(f": {plural(count, *command.SEARCHES)}")
     assert len(out.splitlines()) == 1 + count
     for option in (

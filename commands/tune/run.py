@@ -171,13 +171,12 @@ def run(
             raise UsageError(f"{what} its problems")
         ops = ops or ["all"]
     request = o.request(locals(), mode=[mode])
-    from jetfire.tuner import command
-    from jetfire.tuner import shipped as known
+    from jetfire.tuner import command, problems
 
     if not (shipped or unseen):
         size = 256 if Device.parse(device).kind == "cpu" else 4096
         cases = plan.cases(request.sized(size), terminal.note)
-    elif not (cases := known.cases([op.name for op in request.ops], request.blocks or ())):
+    elif not (cases := problems.cases([op.name for op in request.ops], request.blocks or ())):
         names = ", ".join(op.name for op in request.ops)
         raise UsageError(f"{names}: has nothing to tune: it launches the kernels of other ops")
     command.tune(dataclasses.replace(asked, cases=cases))

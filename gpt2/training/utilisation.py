@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetfire.bench import shipped
+from jetfire.bench import records
 from jetfire.core.device import Device
 
 # Dense BF16 TFLOP/s with FP32 accumulation, from the makers' datasheets.
@@ -33,7 +33,7 @@ class Peak:
 
 def peak(device: Device) -> Peak | None:
     """Return what was measured on such a device for docs/results/, else a datasheet's figure."""
-    known = shipped.peaks().get(device.name)
+    known = records.peaks().get(device.name)
     if known is not None and "bf16_tflops" in known.peaks:
         return Peak(known.peaks["bf16_tflops"], f"measured, {known.source}")
     for name, tflops in DATASHEET.items():

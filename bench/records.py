@@ -1,6 +1,6 @@
 """Peaks and times that the package holds, of the devices whose results are committed.
 
-docs/results/ is not shipped. `python -m jetfire.bench.shipped`, which `make report` runs, writes
+docs/results/ is not shipped. `python -m jetfire.bench.records`, which `make report` runs, writes
 two files anew from what is there: `peaks.json`, and `rows.json` with, of each problem, the fastest
 kernel and its peers. Of one device the results of the shortest name count.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ from jetfire.core.files import write
 from jetfire.core.schema import Fields, Line, Name, most
 from jetfire.measure.results import MOST_ROWS, Milliseconds, Peaks, Results, Row
 
+T = TypeVar("T")
 SCHEMA = 1
 PACKAGE = Path(__file__).parent.parent
 PEAKS, ROWS = PACKAGE / "measure" / "peaks.json", PACKAGE / "measure" / "rows.json"
@@ -96,23 +97,23 @@ def rows() -> dict[str, ShippedRows]:
     return {one.name: one for one in schema.load(ROWS, _Rows, version=SCHEMA).devices}
 
 
-def _of_devices(folder: Path, what: str, text_of: Callable[[str, Results], str]) -> list[str]:
-    """Return a text for each device with results in a folder.
+def _of_devices(folder: Path, what: str, made: Callable[[str, Results], T | None]) -> list[T]:
+    """Return what is made for each device with results in a folder.
 
     Args:
-        text_of: makes it of the file's name and the results; empty where these have none.
+        made: makes it of the file's name and the results; None where these have none.
 
     Raises:
-        UsageError: there is no text, or results cannot be read.
+        UsageError: nothing is made, or results cannot be read.
     """
     files = sorted(folder.glob("*.json"), key=lambda path: (len(path.name), path.name))
-    found: dict[str, str] = {}
+    found: dict[str, T] = {}
     for file in files:
         if not any(map(file.match, OTHERS)):
             results = Results.load(file)
             name = results.device.get("name")
-            if name and name not in found and (text := text_of(file.name, results)):
-                found[name] = text
+            if name and name not in found and (one := made(file.name, results)) is not None:
+                found[name] = one
     if not found:
         raise UsageError(f"{folder}: expected results with {what}")
     return list(found.values())
@@ -121,22 +122,21 @@ def _of_devices(folder: Path, what: str, text_of: Callable[[str, Results], str])
 def peaks_text(folder: Path) -> str:
     """Return what `PEAKS` holds where a folder has these results."""
 
-    def text(file: str, results: Results) -> str:
-        device = results.device
-        one = {"name": device["name"], "source": file, "peaks": device.get("peaks")}
-        return json.dumps(one) if device.get("peaks") else ""
+    def peaks(file: str, results: Results) -> dict[str, Any] | None:
+        name, measured = results.device["name"], results.device.get("peaks")
+        return {"name": name, "source": file, "peaks": measured} if measured else None
 
-    devices = [json.loads(one) for one in _of_devices(folder, "peaks", text)]
+    devices = _of_devices(folder, "peaks", peaks)
     return json.dumps({"schema": SCHEMA, "devices": devices}, indent=1) + "\n"
 
 
 def rows_text(folder: Path) -> str:
     """Return what `ROWS` holds where a folder has these results: a line per row."""
 
-    def text(file: str, results: Results) -> str:
+    def text(file: str, results: Results) -> str | None:
         device, fastest = results.device, _fastest(results)
         if not (fastest and device.get("capability")):
-            return ""
+            return None
         head = {"name": device["name"], "capability": device["capability"], "source": file}
         lines = ",\n".join(map(_line, fastest))
         return f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}'

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jetfire.bench import shipped
+from jetfire.bench import records
 from jetfire.core.errors import UsageError
 from jetfire.measure.results import Results, Row
 
@@ -13,11 +13,11 @@ H200 = {"name": "NVIDIA H200", "capability": [9, 0]}
 
 
 def test_they_are_those_of_the_committed_results():
-    assert shipped.ROWS.read_text() == shipped.rows_text(shipped.RESULTS), "run `make report`"
-    found = shipped.rows()["NVIDIA H200"]
+    assert records.ROWS.read_text() == records.rows_text(records.RESULTS), "run `make report`"
+    found = records.rows()["NVIDIA H200"]
     assert (found.capability, found.source) == ((9, 0), "h200.json")
     assert len(found.by_problem()) == len(found.rows)
-    measured = Results.load(shipped.RESULTS / "h200.json").rows
+    measured = Results.load(records.RESULTS / "h200.json").rows
     least = min(
         row.ms
         for row in measured
@@ -42,7 +42,7 @@ def test_of_a_problem_the_fastest_right_kernel_counts(tmp_path):
         Row("model_step", "int8", "kernel", {"model": "hf:x", "run": "eager"}, ok=True, ms=9.0),
     ]
     (tmp_path / "h200.json").write_text(Results(H200, rows).to_json())
-    (device,) = json.loads(shipped.rows_text(tmp_path))["devices"]
+    (device,) = json.loads(records.rows_text(tmp_path))["devices"]
     assert device["rows"] == [
         {"op": "gelu", "problem": SHAPE, "kernel": "tiles", "ms": 1.0, "peers": {"compile": 4.0}}
     ]
@@ -50,7 +50,7 @@ def test_of_a_problem_the_fastest_right_kernel_counts(tmp_path):
 
 def test_a_folder_without_rows_is_refused(tmp_path):
     with pytest.raises(UsageError, match="expected results with rows"):
-        shipped.rows_text(tmp_path)
+        records.rows_text(tmp_path)
     (tmp_path / "h200.json").write_text(Results(H200, []).to_json())
     with pytest.raises(UsageError, match="expected results with rows"):
-        shipped.rows_text(tmp_path)
+        records.rows_text(tmp_path)
