@@ -71,6 +71,7 @@ class Fallback(nn.Module):
 
     def forward(self, x: torch.Tensor, block: Block, layout: Layout) -> tuple[Quantized, Quantized]:
         """Return the codes of x, m×n, and of what they miss, as `int8_fallback_quantize` does."""
+        self._leave_meta(x.device)
         counts = self.training and x.numel() > 0
         if counts and not self._known:
             self.threshold.copy_(_quantile(x, block, 1 - self.rate))
@@ -81,6 +82,12 @@ class Fallback(nn.Module):
             self.share.copy_((r.scale != 0).float().mean())
             self.ran = True
         return a, r
+
+    def _leave_meta(self, device: torch.device) -> None:
+        """Begin on a device with what was made on meta, where the weight came by assignment."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                setattr(self, name, torch.zeros_like(buffer, device=device))
 
     def is_set(self) -> bool:
         """Return whether a batch has set the threshold, for which the host waits once.

@@ -358,7 +358,9 @@ class _Int4Layer(RenewedByMode):
         """Load as any module; where a state has no group, the next batch is the first."""
         searching, name = self.int4.group == "search", prefix + SEARCHED
         if searching and name not in state_dict:
-            state_dict[name] = torch.zeros_like(self.searched)
+            # Where the layer was made on meta, the weight that comes says the device.
+            weight = state_dict.get(f"{prefix}weight", self.searched)
+            state_dict[name] = torch.zeros_like(self.searched, device=weight.device)
         for passed_over in EARLIER if searching else (*EARLIER, SEARCHED):
             state_dict.pop(prefix + passed_over, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)

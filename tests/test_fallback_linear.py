@@ -208,6 +208,26 @@ def test_a_threshold_of_a_model_made_without_memory_is_not_set(device, monkeypat
     assert float(model[0].fallback.threshold) > 1000
 
 
+@pytest.mark.parametrize("state_of", ["plain", "converted"])
+def test_a_model_made_on_meta_adapts_once_its_weights_are_assigned(state_of):
+    """No state has the share: it stayed on meta, and the threshold where it was."""
+    torch.manual_seed(0)
+    source, x = nn.Sequential(nn.Linear(64, 96)), torch.randn(64, 64)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 96))
+    convert(model, RECIPE)
+    if state_of == "converted":
+        convert(source, RECIPE)
+        source(x)
+    model.load_state_dict(source.state_dict(), assign=True)
+    optimizer, thresholds = torch.optim.SGD(model.parameters(), 1e-9), []
+    for _ in range(3):
+        model(100 * x if thresholds else x).sum().backward()
+        optimizer.step()
+        thresholds.append(float(model[0].fallback.threshold))
+    assert 0 < thresholds[0] < thresholds[1] < thresholds[2]
+
+
 def test_a_copy_adapts_by_itself(device):
     layer = Int8Linear(64, 32, device=device, fallback=0.2)
     other = copy.deepcopy(layer)

@@ -681,6 +681,17 @@ def test_state_of_a_group_that_was_searched(assign):
     plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not is_int4_state(k)})
 
 
+def test_a_layer_made_on_meta_keeps_its_group_once_its_weight_is_assigned():
+    x = outlying(40, 64)
+    layer = layer_of(64, 48, Int4("search"), torch.device("meta"))
+    layer.load_state_dict(nn.Linear(64, 48).state_dict(), assign=True)
+    trained(layer, x)
+    again = Int4Linear(64, 48, int4=Int4("search"))
+    again.load_state_dict(layer.state_dict())
+    assert again.group == layer.group
+    assert layer.group is not None
+
+
 def test_reset():
     x = outlying(40, 64)
     layer = trained(layer_of(64, 48, Int4("search")), x)
