@@ -33,6 +33,10 @@ class Int8Head(Int8Linear):
         """Return none: the optimizer would write codes of the weight without its padding."""
         return []
 
+    def watched_weight(self) -> tuple[torch.Tensor, QuantisedWeight, Block]:
+        """Return the padded weight with its codes and the side of their blocks."""
+        return self._padded(self.weight), self._quantised, self.block
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""
         if is_dtensor(self.weight):  # by `ColwiseParallel`: a process's part may be of any size

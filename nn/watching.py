@@ -16,6 +16,7 @@ from jetfire.core.fused import bodies_in_python
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
 from jetfire.nn import products
+from jetfire.nn.head import Int8Head
 from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import Int8Weights, QuantisedWeight, is_dtensor, quantised_weight
@@ -121,7 +122,8 @@ def watch(model: nn.Module) -> Iterator[Watched]:
     weight, in forward (its input) and in backward (the gradient of its output). The step's results
     are what they are without it; it takes some times as long. Not seen are what `torch.compile` has
     compiled or a CUDA graph replays, weights divided over processes, gathered as codes or without
-    elements, what runs in inference mode, frozen layers and layers in 4 bits.
+    elements, what runs in inference mode, frozen layers and layers in 4 bits; nor the gradient of a
+    layer whose input needs none, such as a first layer of floats.
     """
     seen, layers = Watched(), _layers(model)
     for name, layer in layers.items():
@@ -181,7 +183,9 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
         weight: name.removesuffix(".weight") for name, weight in model.named_parameters()
     }
     for name, module in model.named_modules():
-        listed = module.int8_weights() if isinstance(module, Int8Weights) else ()
+        listed = list(module.int8_weights()) if isinstance(module, Int8Weights) else []
+        if isinstance(module, Int8Head):
+            listed.append(module.watched_weight())
         for weight, cache, block in listed:
             if weight.numel() and not is_dtensor(weight):
                 layer = isinstance(module, Int8Linear | Int8Conv1D)

@@ -95,6 +95,18 @@ def test_layers_one_by_one(device):
     assert 25 < plain.gradient["2"].sqnr < 45
 
 
+def test_a_head_of_any_vocabulary_is_seen(device):
+    table = nn.Embedding(300, 128)
+    model = nn.Sequential(table, nn.Linear(128, 128), nn.Linear(128, 300)).to(device)
+    model[2].weight = table.weight
+    convert(model, head=True)
+    with watch(model) as seen:
+        model(torch.arange(64, device=device)).square().sum().backward()
+    assert all(of.keys() == {"1", "2"} for of in vars(seen).values())
+    assert 25 < seen.weight["2"].sqnr < 45
+    assert 25 < seen.gradient["2"].sqnr < 45
+
+
 def test_nothing_is_seen_afterwards(device):
     model = nn.Sequential(nn.Linear(32, 32)).to(device)
     convert(model)
