@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
@@ -318,9 +319,9 @@ def _has_hooks(module: nn.Module) -> bool:
 def _heads(model: nn.Module) -> set[nn.Module]:
     """Return output heads: what the model says is one, what shares an embedding's weight."""
     found = set()
-    ask = getattr(model, "get_output_embeddings", None)
-    if ask is not None and ask() is not None:
-        found.add(ask())
+    with suppress(NotImplementedError):  # a model without a head may say so by it
+        if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
+            found.add(head)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return found | {m for m in model.modules() if id(getattr(m, "weight", None)) in tables}
 
@@ -387,6 +388,8 @@ def _why_not(
         return "its forward was replaced"
     if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
         return "it has more than a weight and a bias"
+    if not {"weight", "bias"} <= module._parameters.keys():
+        return "its weight or its bias is no parameter"
     matrix: Any = module.weight
     dtype = matrix.dtype
     if dtype not in FLOATS:
@@ -398,11 +401,19 @@ def _why_not(
 
 
 def _replacement(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Module:
+    """Return a layer over the parameters of another, with the attributes that others gave that."""
+    new = _layer(module, recipe, frozen, head)
+    for name, value in vars(module).items():
+        if name not in vars(new):
+            setattr(new, name, value)
+    return new.train(module.training)
+
+
+def _layer(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Module:
     new: nn.Module
     weight, bias, transposed = module.weight, module.bias, _is_conv1d(module)
     if (int4 := recipe.int4) is not None:
-        new = Int4Conv1D(weight, bias, int4) if transposed else Int4Linear.over(module, int4)
-        return new.train(module.training)
+        return Int4Conv1D(weight, bias, int4) if transposed else Int4Linear.over(module, int4)
     block = recipe.block
     assert block is not None
     if frozen:
@@ -416,4 +427,4 @@ def _replacement(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Mo
         new.weight, new.bias = weight, bias
         if recipe.fallback is not None:
             new.fallback = Fallback(recipe.fallback, weight.device)
-    return new.train(module.training)
+    return new

@@ -56,7 +56,7 @@ class FrozenInt8Linear(nn.Linear):
     def dequantised(self) -> torch.Tensor:
         """Return codes times scales, out×in of `dtype`."""
         w = Quantized(self.codes.detach(), self.scale, block=self.block)
-        return int8_dequantize(w, out=FLOATS[self.dtype])
+        return int8_dequantize(w, out=FLOATS.get(self.dtype, "fp32")).to(self.dtype)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -382,12 +382,15 @@ def rows(input: torch.Tensor, width: int) -> torch.Tensor:
     """Return (…, width) as a matrix with contiguous rows, in the autocast dtype if there is one.
 
     Raises:
-        UsageError: it is no tensor, or of another dtype or width.
+        UsageError: it is no dense tensor, or of another dtype or width.
     """
     if not isinstance(input, torch.Tensor):
         raise UsageError(f"input of type {type(input).__name__}: expected a tensor")
     if input.dtype not in FLOATS:
         raise UsageError(f"input of {input.dtype}: expected bfloat16, float16 or float32")
+    if input.is_nested or input.layout != torch.strided:
+        layout = "nested" if input.is_nested else str(input.layout).removeprefix("torch.")
+        raise UsageError(f"input is {layout}: expected a dense tensor")
     if input.shape[-1:] != (width,):
         raise UsageError(f"input of shape {tuple(input.shape)}: expected {width} columns")
     kind = input.device.type

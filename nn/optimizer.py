@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -83,17 +84,18 @@ class _Weight:
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, fused, whose step also quantises the weights of a model's INT8 layers.
 
-    State and state dict are those of torch's, either loads the other's. On a GPU large parameters
-    of two dimensions and more in fp32 are updated by the same kernel, without codes. What is
-    sharded, small or not fp32 is updated by torch. `grad_scale` and `found_inf`, where they are
-    set, have the fused update's meaning; but a gradient is overwritten by what `grad_scale` makes
-    of it only where torch's update does that. `torch.compile` runs a step as it is.
+    With 32 bits state and state dict are those of torch's, either loads the other's. On a GPU large
+    parameters of two dimensions and more in fp32 are updated by the same kernel, without codes.
+    What is sharded, small or not fp32 is updated by torch. `grad_scale` and `found_inf`, where they
+    are set, have the fused update's meaning; but a gradient is overwritten by what `grad_scale`
+    makes of it only where torch's update does that. `torch.compile` runs a step as it is.
 
     With 8 bits the moments of fp32 parameters of two dimensions and more are INT8 codes
     (`jetfire.reference.adamw8`), where a row has 128 numbers and the whole 4096 at least. Those of
     all others, a thousandth of GPT-2, are torch's. Of a DTensor each process keeps the codes of
     its rows, which are those of one process; one that is divided otherwise is torch's. A state
-    dict, ours or torch's, loads in whatever bits it was kept, and is then kept in these.
+    dict, ours or torch's, loads in whatever bits it was kept, and is then kept in these. Into
+    torch's AdamW one of 8 bits must not be loaded: it takes the codes for moments, without a word.
 
     Parameters in bf16 are torch's, which rounds them to nearest: an update below half of the last
     place, a 256th of a weight and more, is lost. With `rounding="stochastic"` those whose moments
@@ -126,7 +128,7 @@ class AdamW(torch.optim.AdamW):
         for name in refused:
             if name not in _REFUSED:
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
-        self._bits, self._rounding, self._seed = bits, rounding, seed
+        self._bits, self._rounding, self._seed = bits, rounding, index(seed)
         self._keys: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, fused=True, **refused

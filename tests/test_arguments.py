@@ -206,6 +206,10 @@ def refused(function, *args, **options):
             lambda x: AdamW(MODEL.parameters(), lr="3", model=MODEL),
             "lr='3': expected a number or a tensor",
         ),
+        (
+            lambda x: AdamW(MODEL.parameters(), model=MODEL, seed="3"),
+            "seed='3': expected an integer",
+        ),
         (lambda x: Int8Linear(32, 32)(x.numpy()), "input of type ndarray: expected a tensor"),
         (lambda x: Int8Block(32, 2)(x, 1), "stream of type Tensor: expected a Stream"),
         (lambda x: Int8Block(32, 0), "width=32: expected a multiple of heads=0"),

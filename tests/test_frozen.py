@@ -139,6 +139,8 @@ def test_a_change_of_dtype_leaves_the_scales(device):
     frozen.bias.data = frozen.bias.data.float()
     torch.testing.assert_close(frozen(x), before, rtol=0.01, atol=0.01)
     assert frozen.float().weight.dtype == torch.float32
+    whole = frozen.weight + 0
+    assert torch.equal(frozen.double().weight + 0, whole.double())
 
 
 def test_compiles(device):

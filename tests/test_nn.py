@@ -155,8 +155,15 @@ class Zoo(nn.Module):
         self.lazy = nn.LazyLinear(40)
         self.counting = nn.Linear(40, 40)
         self.counting.register_buffer("count", torch.zeros(1))
+        self.constant = nn.Linear(40, 40)
+        bias = self.constant.bias.detach()
+        del self.constant.bias
+        self.constant.register_buffer("bias", bias)
         self.head = nn.Linear(40, 50, bias=False)
         self.head.weight = self.table.weight
+
+    def get_output_embeddings(self):
+        raise NotImplementedError
 
 
 LEFT = {
@@ -168,6 +175,7 @@ LEFT = {
     "loading": "it has hooks",
     "counting": "it has more than a weight and a bias",
     "lazy": "LazyLinear, a kind of its own",
+    "constant": "its weight or its bias is no parameter",
     "head": "the output head",
 }
 
@@ -183,6 +191,20 @@ def test_what_is_left_and_why():
     assert model.shared.bias is None
     assert not model.shared.training
     assert model.shared(torch.randn(4, 40)).shape == (4, 40)
+
+
+@pytest.mark.parametrize("recipe", [INT8, "int4-hq-lss"])
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_a_layer_s_other_attributes_stay(kind, recipe):
+    """A model's own initialisation may ask for them."""
+    kind = nn.Linear if kind == "linear" else pytest.importorskip("transformers").Conv1D
+    model = nn.Sequential(kind(64, 64))
+    model[0].residual_scale = 0.5
+    sizes = {name: value for name, value in vars(model[0]).items() if type(value) is int}
+    assert convert(model, recipe).converted == ("0",)
+    assert type(model[0]) is not kind
+    assert model[0].residual_scale == 0.5
+    assert sizes.items() <= vars(model[0]).items()
 
 
 def test_keep_names_by_patterns_and_ends():
@@ -986,6 +1008,9 @@ def test_refuses_in_one_line(device):
     with torch.autocast(device.type, torch.bfloat16):
         refused(f"input of torch.int64: {floats}", linear, x.long())
     refused("input of shape (2, 39): expected 40 columns", linear, x[:, :39])
+    refused("input is sparse_coo: expected a dense tensor", linear, x.to_sparse())
+    nested = torch.nested.nested_tensor([x[:1], x], layout=torch.jagged)
+    refused("input is nested: expected a dense tensor", linear, nested)
     refused("input of shape (): expected 40 columns", linear, x[0, 0])
     refused("input of shape (): expected 1 columns", Int8GELU(), x[0, 0])
     refused(f"weight of torch.float64: {floats}", linear.double(), x)
