@@ -16,7 +16,7 @@ from jetfire.report.page import COLOURS, GRID, blank, escaped
 from jetfire.report.text import fields_text, significant
 
 if TYPE_CHECKING:
-    from jetfire.tuner.digest import Attempt, Digest
+    from jetfire.tuner.saved_study import Attempt, SavedStudy
 
 # By a trial's fate, in the order in which they are shown: Okabe and Ito's palette where it can be
 # told from white and from black alike.
@@ -104,12 +104,12 @@ def _line(
     return go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo=hover, line=style)
 
 
-def _marked(digest: Digest, among: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
+def _marked(study: SavedStudy, among: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
     """The default and the best, where drawn, as large symbols on top."""
     edge = {"width": 1.5, "color": "#ffffff"}
     marks = (
-        ("default", digest.default, {"size": 13, "symbol": "diamond", "color": DEFAULT}),
-        ("best", digest.best, {"size": 17, "symbol": "star", "color": BEST}),
+        ("default", study.default, {"size": 13, "symbol": "diamond", "color": DEFAULT}),
+        ("best", study.best, {"size": 17, "symbol": "star", "color": BEST}),
     )
     return [
         _points(name, [attempt], x, y, line=edge, **style)
@@ -135,41 +135,41 @@ def _cost(attempt: Attempt) -> float:
     return attempt.values[0]
 
 
-def _level(digest: Digest, name: str) -> tuple[float, str] | None:
+def _level(study: SavedStudy, name: str) -> tuple[float, str] | None:
     """The default's or the best's cost, and where it was measured: the final comparison first."""
-    fields = {"best": digest.units[0].replace("J", "joules"), "default": "default_ms"}
-    if digest.final is not None and (name == "best" or digest.units[0] == "ms"):
-        value = digest.final.get(fields[name])
+    fields = {"best": study.units[0].replace("J", "joules"), "default": "default_ms"}
+    if study.final is not None and (name == "best" or study.units[0] == "ms"):
+        value = study.final.get(fields[name])
         if value:  # a counter of energy may not have moved
             return value, "final comparison"
-    attempt = digest.default if name == "default" else digest.best
+    attempt = study.default if name == "default" else study.best
     return (_cost(attempt), f"trial {attempt.number}") if attempt else None
 
 
-def history(digest: Digest) -> go.Figure | None:
+def history(study: SavedStudy) -> go.Figure | None:
     """Each trial's cost by number, the best so far, and above them those that failed."""
-    failed = [a for a in digest.attempts if a.values is None or a.ms is None]
-    if not digest.attempts:
+    failed = [a for a in study.attempts if a.values is None or a.ms is None]
+    if not study.attempts:
         return None
     rows = [fate for fate in FATES if any(a.fate == fate for a in failed)]
     strip = min(0.05 + 0.06 * len(rows), 0.45) if rows else 0.0
-    if not digest.measured:
+    if not study.measured:
         strip = 1.0
-    figure = blank(400 if digest.measured else 120 + 30 * len(rows))
+    figure = blank(400 if study.measured else 120 + 30 * len(rows))
     for fate in rows:
         group = [a for a in failed if a.fate == fate]
         points = _points(
             fate, group, lambda a: a.number, lambda a: a.fate, symbol="x", color=FATES[fate]
         )
         figure.add_trace(points.update(yaxis="y2", showlegend=False))
-    last = digest.attempts[-1].number
+    last = study.attempts[-1].number
     figure.update_xaxes(title_text="trial", range=[-0.7, last + 0.7], anchor="free", position=0)
     if last < 10:  # Plotly would put ticks between the trials
         figure.update_xaxes(dtick=1)
     if rows:
         figure.update_layout(
             yaxis2={
-                "domain": [1 - strip + 0.02 * bool(digest.measured), 1],
+                "domain": [1 - strip + 0.02 * bool(study.measured), 1],
                 "type": "category",
                 "categoryorder": "array",
                 "categoryarray": rows[::-1],
@@ -179,37 +179,37 @@ def history(digest: Digest) -> go.Figure | None:
                 "fixedrange": True,
             }
         )
-    if digest.measured:
-        _measured_history(figure, digest, last, 1 - strip)
+    if study.measured:
+        _measured_history(figure, study, last, 1 - strip)
     else:
         figure.update_layout(yaxis={"visible": False})
     return figure
 
 
-def _measured_history(figure: go.Figure, digest: Digest, last: int, top: float) -> None:
-    figure.add_traces(_by_fate(digest.measured, lambda a: a.number, _cost))
-    costs = [_cost(a) for a in digest.measured]
-    if digest.ok:
-        lowest = list(accumulate(map(_cost, digest.ok), min))
-        numbers = [*(a.number for a in digest.ok), last + 0.5]
+def _measured_history(figure: go.Figure, study: SavedStudy, last: int, top: float) -> None:
+    figure.add_traces(_by_fate(study.measured, lambda a: a.number, _cost))
+    costs = [_cost(a) for a in study.measured]
+    if study.ok:
+        lowest = list(accumulate(map(_cost, study.ok), min))
+        numbers = [*(a.number for a in study.ok), last + 0.5]
         figure.add_trace(_line("best so far", numbers, [*lowest, lowest[-1]], BEST, shape="hv"))
     for name, colour in (("default", DEFAULT), ("best", BEST)):
-        level = _level(digest, name)
+        level = _level(study, name)
         if level is not None:
             value, where = level
             costs.append(value)
-            text = f"{name} {significant(value, 4)} {digest.units[0]} ({where})"
+            text = f"{name} {significant(value, 4)} {study.units[0]} ({where})"
             dash = "dash" if name == "default" else "dot"
             figure.add_trace(_line(text, [-0.5, last + 0.5], [value, value], colour, dash=dash))
-    marks = _marked(digest, digest.ok, lambda a: a.number, _cost)
+    marks = _marked(study, study.ok, lambda a: a.number, _cost)
     figure.add_traces([mark.update(showlegend=False) for mark in marks])
-    axis = _log_axis(COST[digest.units[0]], costs)
+    axis = _log_axis(COST[study.units[0]], costs)
     figure.update_layout(yaxis={**axis, "domain": [0, top], "gridcolor": GRID})
 
 
-def importance(digest: Digest) -> go.Figure | None:
+def importance(study: SavedStudy) -> go.Figure | None:
     """A bar a parameter, longest on top; with two objectives two bars."""
-    found = {unit: shares for unit, shares in digest.importances.items() if shares}
+    found = {unit: shares for unit, shares in study.importances.items() if shares}
     if not found:
         return None
     order = list(next(iter(found.values())))[::-1]
@@ -244,14 +244,14 @@ def _shade(share: float) -> str:
     return f"rgb({','.join(map(str, mixed))})"
 
 
-def _places(digest: Digest, ranked: Sequence[Attempt]) -> dict[int, list[float]]:
+def _places(study: SavedStudy, ranked: Sequence[Attempt]) -> dict[int, list[float]]:
     """Trial number → its height on each field's axis, in [0, 1].
 
     Every value has a band; within it the trials stand by cost, the best lowest, so that a band's
     colours show how its value does.
     """
     places: dict[int, list[float]] = {a.number: [] for a in ranked}
-    for axis, (name, values) in enumerate(digest.fields.items()):
+    for axis, (name, values) in enumerate(study.fields.items()):
         for row, value in enumerate(values):
             band = [a for a in ranked if a.has(name, value)]
             for i, attempt in enumerate(band):
@@ -262,14 +262,14 @@ def _places(digest: Digest, ranked: Sequence[Attempt]) -> dict[int, list[float]]
     return places
 
 
-def parallel(digest: Digest) -> go.Figure | None:
+def parallel(study: SavedStudy) -> go.Figure | None:
     """A line a measured trial through its config's fields to its cost, coloured by it."""
-    ranked = sorted(digest.measured, key=lambda a: (_cost(a), a.number))
-    if not ranked or not digest.fields:
+    ranked = sorted(study.measured, key=lambda a: (_cost(a), a.number))
+    if not ranked or not study.fields:
         return None
     low, high = math.log10(_cost(ranked[0])), math.log10(_cost(ranked[-1]))
     share = {a.number: (math.log10(_cost(a)) - low) / ((high - low) or 1.0) for a in ranked}
-    places = _places(digest, ranked)
+    places = _places(study, ranked)
     figure = blank(460)
     for shade in reversed(range(SHADES)):
         group = [a for a in ranked if min(int(share[a.number] * SHADES), SHADES - 1) == shade]
@@ -280,19 +280,19 @@ def parallel(digest: Digest) -> go.Figure | None:
                 _lines("trials", group, places, share, line, opacity=0.6, showlegend=False)
             )
     for name, attempt, colour, dash in (
-        ("default", digest.default, DEFAULT, "dash"),
-        ("best", digest.best, BEST, "solid"),
+        ("default", study.default, DEFAULT, "dash"),
+        ("best", study.best, BEST, "solid"),
     ):
         if attempt is not None:
             line = {"color": colour, "width": 4, "dash": dash}
             figure.add_trace(_lines(name, [attempt], places, share, line))
-    _parallel_axes(figure, digest, 10**low, 10**high)
+    _parallel_axes(figure, study, 10**low, 10**high)
     return figure
 
 
-def parallel_width(digest: Digest) -> int:
+def parallel_width(study: SavedStudy) -> int:
     """Return the pixels at which no name below an axis of `parallel` meets the next."""
-    names = [*digest.fields, COST[digest.units[0]]]
+    names = [*study.fields, COST[study.units[0]]]
     apart = max((len(a) + len(b) for a, b in pairwise(names)), default=0) * 3.4 + 6
     return round(72 + apart * (len(names) - 0.3))
 
@@ -327,9 +327,9 @@ def _lines(
     )
 
 
-def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -> None:
+def _parallel_axes(figure: go.Figure, study: SavedStudy, low: float, high: float) -> None:
     """A vertical a field with its values' names; at the right the cost's own, logarithmic."""
-    names = [*digest.fields, COST[digest.units[0]]]
+    names = [*study.fields, COST[study.units[0]]]
 
     def label(x: int, y: float, text: str, anchor: str, shift: int) -> dict[str, Any]:
         at = {"x": x, "y": y, "xref": "x", "yref": "y", "xanchor": anchor, "xshift": shift}
@@ -337,7 +337,7 @@ def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -
 
     texts = [
         label(i, (row + 0.5) / len(values), escaped(value), "right", -6)
-        for i, values in enumerate(digest.fields.values())
+        for i, values in enumerate(study.fields.values())
         for row, value in enumerate(values)
     ]
     span = math.log10(high / low) or 1.0
@@ -355,14 +355,14 @@ def _parallel_axes(figure: go.Figure, digest: Digest, low: float, high: float) -
     figure.update_yaxes(range=[-0.08, 1.06], visible=False)
 
 
-def roofline(digest: Digest) -> go.Figure | None:
+def roofline(study: SavedStudy) -> go.Figure | None:
     """Attained rate under the measured peaks: TOPS by intensity; GB/s for a memory-bound op."""
-    flops, nbytes = digest.get("flops"), digest.get("bytes")
-    if not digest.measured or not nbytes:
+    flops, nbytes = study.get("flops"), study.get("bytes")
+    if not study.measured or not nbytes:
         return None
     if not flops:
-        return _bandwidth(digest, nbytes)
-    peaks = digest.get("peaks") or {}
+        return _bandwidth(study, nbytes)
+    peaks = study.get("peaks") or {}
     copy, tops = peaks.get("copy_gbps"), peaks.get("int8_tops")
     intensity = flops / nbytes
     ridge = tops * 1e3 / copy if copy and tops else intensity
@@ -374,9 +374,9 @@ def roofline(digest: Digest) -> go.Figure | None:
     figure = blank(420)
     ceilings = _roofs(copy, tops, left, ridge, right)
     figure.add_traces(ceilings)
-    figure.add_traces(_by_fate(digest.measured, lambda a: intensity, rate))
-    figure.add_traces(_marked(digest, digest.ok, lambda a: intensity, rate))
-    heights = [y for trace in ceilings for y in trace.y] + [rate(a) for a in digest.measured]
+    figure.add_traces(_by_fate(study.measured, lambda a: intensity, rate))
+    figure.add_traces(_marked(study, study.ok, lambda a: intensity, rate))
+    heights = [y for trace in ceilings for y in trace.y] + [rate(a) for a in study.measured]
     figure.update_layout(
         xaxis=_log_axis("arithmetic intensity (operations per byte)", [left, right], 0.0),
         yaxis=_log_axis("attained rate (TOPS)", heights),
@@ -399,9 +399,9 @@ def _roofs(
     return [_line(*roof, ROOF, dash=dash) for roof, dash in zip(found, dashes, strict=False)]
 
 
-def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
+def _bandwidth(study: SavedStudy, nbytes: float) -> go.Figure:
     """A strip of the trials' GB/s beside the copy bandwidth; the height only parts them."""
-    copy = (digest.get("peaks") or {}).get("copy_gbps")
+    copy = (study.get("peaks") or {}).get("copy_gbps")
 
     def rate(attempt: Attempt) -> float:
         return nbytes / (attempt.ms or math.inf) / 1e6
@@ -410,12 +410,12 @@ def _bandwidth(digest: Digest, nbytes: float) -> go.Figure:
         return attempt.number * 0.618034 % 1  # the golden ratio spreads any run of numbers
 
     figure = blank(240)
-    figure.add_traces(_by_fate(digest.measured, rate, height))
-    figure.add_traces(_marked(digest, digest.ok, rate, height))
+    figure.add_traces(_by_fate(study.measured, rate, height))
+    figure.add_traces(_marked(study, study.ok, rate, height))
     if copy:
         name = f"copy {significant(copy, 4)} GB/s"
         figure.add_trace(_line(name, [copy, copy], [-0.2, 1.2], ROOF))
-    highest = max([*(rate(a) for a in digest.measured), copy or 0.0])
+    highest = max([*(rate(a) for a in study.measured), copy or 0.0])
     figure.update_xaxes(title_text="attained bandwidth (GB/s)", range=[0, highest * 1.06])
     figure.update_yaxes(visible=False, range=[-0.2, 1.2])
     return figure
@@ -430,9 +430,9 @@ def front(attempts: Sequence[Attempt]) -> list[Attempt]:
     return found
 
 
-def pareto(digest: Digest) -> go.Figure | None:
+def pareto(study: SavedStudy) -> go.Figure | None:
     """Energy over time, with the trials that nothing beats in both."""
-    both = [a for a in digest.measured if a.joules]
+    both = [a for a in study.measured if a.joules]
     if not both:
         return None
     ms, joules = attrgetter("ms"), attrgetter("joules")
@@ -441,7 +441,7 @@ def pareto(digest: Digest) -> go.Figure | None:
     edge = front([a for a in both if a.fate == "ok"])
     x, y = list(map(ms, edge)), list(map(joules, edge))
     figure.add_trace(_line("Pareto front", x, y, BEST, shape="hv"))
-    figure.add_traces(_marked(digest, both, ms, joules))
+    figure.add_traces(_marked(study, both, ms, joules))
     figure.update_layout(
         xaxis=_log_axis(COST["ms"], [ms(a) for a in both]),
         yaxis=_log_axis(COST["J"], [joules(a) for a in both]),
@@ -449,9 +449,9 @@ def pareto(digest: Digest) -> go.Figure | None:
     return figure
 
 
-def stalls(digest: Digest) -> go.Figure | None:
+def stalls(study: SavedStudy) -> go.Figure | None:
     """For what warps wait, a bar for the winner and one for the default, of stacked parts."""
-    bars = {name: counters.stalls(found) for name, found in digest.counted.items()}
+    bars = {name: counters.stalls(found) for name, found in study.counted.items()}
     reasons = dict.fromkeys(reason for found in bars.values() for reason in found)
     if not reasons:
         return None

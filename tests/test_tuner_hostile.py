@@ -28,7 +28,7 @@ from jetfire.core.errors import UsageError  # noqa: E402
 from jetfire.core.files import Unwritable  # noqa: E402
 from jetfire.measure import provenance  # noqa: E402
 from jetfire.tests.hostile import ESC, MARKUP, damaged, errors_kept, few, mutated  # noqa: E402
-from jetfire.tuner import command, digest, session  # noqa: E402
+from jetfire.tuner import command, saved_study, session  # noqa: E402
 from jetfire.tuner.recording import Recording, ReplayRunner  # noqa: E402
 from jetfire.tuner.trial import Measurement  # noqa: E402
 
@@ -650,8 +650,11 @@ def test_a_recording_of_many_faults_keeps_few(tmp_path, monkeypatch, kind):
 
 def test_a_space_of_many_faults_keeps_few(monkeypatch):
     kept = errors_kept(monkeypatch)
-    assert digest._valid({"tile": MANY}, digest._ATTRIBUTES["space"]) is None
-    assert digest._valid({f"f{i}": 1 for i in range(5000)}, digest._ATTRIBUTES["space"]) is None
+    assert saved_study._valid({"tile": MANY}, saved_study._ATTRIBUTES["space"]) is None
+    assert (
+        saved_study._valid({f"f{i}": 1 for i in range(5000)}, saved_study._ATTRIBUTES["space"])
+        is None
+    )
     assert max(kept) <= 10
 
 

@@ -20,7 +20,7 @@ from jetfire.report import curves, tuning
 from jetfire.report import tuning_charts as charts
 from jetfire.report.text import significant
 from jetfire.tuner import options
-from jetfire.tuner.digest import Digest, clean
+from jetfire.tuner.saved_study import SavedStudy, clean
 
 SPACE = {"tile_m": [64, 128, 256], "stages": [3, 4], "flag": [False, True]}
 DEFAULT = {"tile_m": 128, "stages": 3, "flag": False, "warps": 4}
@@ -157,11 +157,11 @@ class Page(HTMLParser):
 
 
 def write(studies, file):
-    files.write(file, tuning.render([Digest.of(study) for study in studies]))
+    files.write(file, tuning.render([SavedStudy.of(study) for study in studies]))
 
 
 def page_of(*studies):
-    return Page(tuning.render([Digest.of(study) for study in studies]))
+    return Page(tuning.render([SavedStudy.of(study) for study in studies]))
 
 
 def traces(figure):
@@ -626,6 +626,6 @@ def test_number_has_four_digits():
 
 def test_value_that_equals_another_is_another_when_its_type_is():
     trials = [trial(ms=1.0, stages=3, flag=True), trial(ms=2.0, stages=3, flag=False)]
-    digest = Digest.of(study_of(trials, space={**SPACE, "flag": [1, 0]}))
-    assert digest.fields == {"flag": [False, True]}
-    assert digest.fixed == {"tile_m": 128, "stages": 3, "warps": 4}
+    saved = SavedStudy.of(study_of(trials, space={**SPACE, "flag": [1, 0]}))
+    assert saved.fields == {"flag": [False, True]}
+    assert saved.fixed == {"tile_m": 128, "stages": 3, "warps": 4}

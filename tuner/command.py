@@ -169,10 +169,10 @@ def _contents(asked: TuneOptions, session: Session) -> Iterator[tuple[Path, byte
         yield asked.record, recording.render(asked.record)
     if asked.report is not None:
         from jetfire.report import tuning
-        from jetfire.tuner.digest import Digest
+        from jetfire.tuner.saved_study import SavedStudy
 
-        digests = [Digest.of(one.study.optuna) for one in session.searches]
-        yield asked.report, tuning.render(digests)
+        studies = [SavedStudy.of(one.study.optuna) for one in session.searches]
+        yield asked.report, tuning.render(studies)
 
 
 def replay(

@@ -277,7 +277,7 @@ class Study:
 
     Args:
         storage: as `storage_of` takes it, or an open one.
-        attributes: set on the study; `jetfire.tuner.digest` reads them back.
+        attributes: set on the study; `jetfire.tuner.saved_study` reads them back.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Digest:
+class SavedStudy:
     """A study: its attributes as the tuner set them, and its trials in order.
 
     What a file cannot mean, such as a time below 0, is left out.
@@ -156,7 +156,7 @@ class Digest:
     importances: Mapping[str, Mapping[str, float]]
 
     @classmethod
-    def of(cls, study: optuna.Study) -> Digest:
+    def of(cls, study: optuna.Study) -> SavedStudy:
         trials = study.get_trials(deepcopy=False)
         known = {
             name: value
