@@ -111,17 +111,18 @@ class FittedTable:
         return [self.head[i], *(line.cells[i].plain for line in lines)]
 
     def _least(self, columns: Iterable[int]) -> list[int]:
-        """Return the widths at which no text takes more lines than it may."""
+        """Return the widths at which no text takes more lines than it may, and no word two."""
         found = []
         for i in columns:
             least = _widest(self._texts(i, titles=False))
-            found.append(min(least, FOLDED) if i in self.folded else least)
+            least = min(least, FOLDED) if i in self.folded else least
+            found.append(max(least, *map(_longest_word, self._texts(i))))
         return found
 
     def _widths(self, columns: Sequence[int], room: int) -> list[int]:
         """Return a width for each column: its texts', or down to its longest word's."""
         widths = self._least(columns)
-        words = [max(map(_longest_word, self._texts(i, titles=False))) for i in columns]
+        words = [max(map(_longest_word, self._texts(i))) for i in columns]
         both = list(zip(columns, words, widths, strict=True))
         _shrink(widths, [word if i in self.left else width for i, word, width in both], room)
         _shrink(widths, words, room)  # numbers, too, come apart from their units

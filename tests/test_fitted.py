@@ -189,6 +189,16 @@ def test_a_title_of_rows_wraps_too(width):
     assert "3.02 ms" in text
 
 
+def test_a_title_s_words_stay_whole():
+    """Columns go before a word does: `rounding=` and `stochastic` stood on two lines."""
+    table = FittedTable(("kernel", "time", "p20–p80", "rate"), (0,), spare=("p20–p80",))
+    table.add_section("64×64 mode=bwd rounding=stochastic")
+    table.add_row("torch", "513 µs", "512.3–520.5", "26.5 MB/s")
+    for width in (80, 50):
+        assert "rounding=stochastic" in printed(table, width).split()
+    assert "left out, for the width: p20–p80" in printed(table, 50)
+
+
 def test_wide_characters_count_as_the_terminal_does():
     table = Table(("設定", "time"), [("核" * 30, "1.54 ms")]).rich()
     for line in printed(table, 40).splitlines():
