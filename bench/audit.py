@@ -66,7 +66,10 @@ def run(
         for case, device, kernel in watch(
             work, lambda item: f"{item[1].name} {item[2].name}: {item[0]}", PAUSE_S
         ):
-            compiled += [(case, device, kernel, one) for one in _cubins(case, kernel, device)]
+            cubins = _cubins(case, kernel, device)
+            compiled += [(case, device, kernel, one) for one in cubins]
+            if not cubins:
+                reasons[f"{kernel.name}: has no machine code"] = None
     finally:  # after Ctrl-C too
         found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
         audited = audits([cubin for *_, cubin in compiled])

@@ -122,7 +122,7 @@ def page(
 
 def _readme(readme: Path, text: str, file: str) -> str:
     """Return the README with another text between its markers, unless they name another file."""
-    old = _read(readme)
+    old = files.read(readme, MOST_TEXT).decode()
     found = MARKED.search(old)
     if found is None:
         raise UsageError(f"{readme}: expected the markers {BEGIN} and {END}")

@@ -123,6 +123,12 @@ def test_a_readme_whose_marker_names_another_file_stays(place):
         assert readme.read_text().startswith(text.partition("\n")[0])
 
 
+def test_a_readme_that_is_not_there_is_refused(place, capsys):
+    place[1].unlink()
+    assert execute("report", arguments(place)) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_other_products_than_the_gemm_have_a_table():
     found = sample()
     fields = {"m": 64, "n": 64, "k": 64, "block": 128, "percent": 5}
