@@ -311,6 +311,11 @@ class ShardedBench(ModelBench):
                 for name, subject in subjects.items()
                 if isinstance(subject, ShardedSubject)
             }
+            if not sent[EAGER]:
+                raise UsageError(
+                    f"{case.source.name}: FSDP gathers nothing, as it finds no tensor in what the "
+                    "model returns: expected a tensor, a tuple, a dict or another pytree"
+                )
             for name, count in sent.items():
                 extra = {"gathered_of_fp32": count / (2 * sent[EAGER])}
                 rows[name] = replace(rows[name], extra={**rows[name].extra, **extra})

@@ -100,6 +100,13 @@ class ModelSource(ABC):
     def fields(self) -> dict[str, Any]:
         """Return what a row's problem says of the model, `model` first."""
 
+    def load(self) -> None:  # noqa: B027  # most sources have nothing to import
+        """Import what `make` needs: a module may draw from torch's generator as it is imported.
+
+        Raises:
+            UsageError: there is no such module.
+        """
+
     @abstractmethod
     def make(self, device: torch.device) -> tuple[nn.Module, Batch]:
         """Return the model in training mode with fp32 parameters, and its batch, on a device.
@@ -175,19 +182,47 @@ class ConfigSource(ModelSource):
                 "language model in transformers"
             )
         known = kinds[kind].attribute_map
-        sizes = {known.get(SIZES[n][0], SIZES[n][0]): size for n, size in self.sizes.items()}
+        own = {ours: known.get(theirs, theirs) for ours, (theirs, _) in SIZES.items()}
         fields = {k: v for k, v in self.config.items() if not _ignored(k)}
-        if {"width", "heads"} & self.sizes.keys():
+        before = self._configured(kinds[kind], fields)
+        sizes = dict(self.sizes)
+        if "heads" in sizes and _size_of(before, "kv_heads") == _size_of(before, "heads"):
+            sizes.setdefault("kv_heads", sizes["heads"])
+        if {"width", "heads"} & sizes.keys():
             fields.pop("head_dim", None)
-        try:
-            made = kinds[kind](**{**fields, **sizes})
-        except Exception as error:  # transformers' validators raise errors of their own
-            raise _unusable(self.name, error) from error
+        given = {own[ours]: size for ours, size in sizes.items()}
+        made = self._configured(kinds[kind], {**fields, **given})
+        _expect_heads_that_fit(made, self.sizes)
         usual = kinds[kind]()
         for ours in self.sizes:
             if not hasattr(usual, SIZES[ours][0]):
                 raise UsageError(f"--set {ours}={self.sizes[ours]}: {kind} has no such size")
         return made
+
+    def _configured(self, kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+        try:
+            return kind(**fields)
+        except Exception as error:  # transformers' validators raise errors of their own
+            raise _unusable(self.name, error) from error
+
+
+def _size_of(config: Any, ours: str) -> int | None:
+    """Return a config's size by its name in `SIZES`; None where it has none."""
+    found = getattr(config, SIZES[ours][0], None)
+    return found if type(found) is int else None
+
+
+def _expect_heads_that_fit(config: Any, given: Mapping[str, int]) -> None:
+    """Raise a UsageError where heads that were given do not go together with the other sizes."""
+    heads, kv_heads = _size_of(config, "heads"), _size_of(config, "kv_heads")
+    if {"heads", "kv_heads"} & given.keys() and heads and kv_heads and heads % kv_heads:
+        raise UsageError(f"--set kv_heads={kv_heads}: expected a divisor of heads={heads}")
+    width, rotates = _size_of(config, "width"), hasattr(config, "rope_parameters")
+    if {"heads", "width"} & given.keys() and heads and width and rotates:
+        of_head = getattr(config, "head_dim", None) or width // heads
+        if of_head % 2:
+            what = f"width={width},heads={heads}"
+            raise UsageError(f"--set {what}: expected an even size of a head, not {of_head}")
 
 
 def _ignored(key: str) -> bool:
@@ -201,10 +236,8 @@ def _causal(auto: Any) -> set[str]:
 
 
 def _unusable(name: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{name}: {first_line(error)[:300]}: expected a causal language model that transformers "
-        "makes"
-    )
+    said = first_line(error.__cause__ or error)[:300].rstrip(".")  # of a validator's, the reason
+    return UsageError(f"{name}: {said}: expected a causal language model that transformers makes")
 
 
 def _transformers() -> Any:
@@ -259,6 +292,9 @@ class FunctionSource(ModelSource):
         return model.to(device).train(), tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device), batch
         )
+
+    def load(self) -> None:
+        self._function()
 
     def _function(self) -> Callable[[], Any]:
         """Return the function; modules are looked for in the current folder too.

@@ -41,6 +41,7 @@ class ModelSubject(Subject):
         self.variant = PEERS.get(name, RUNS[case.run])
         self.replays = self.variant.captured
         self.counts = self.variant.mode is None and not self.replays
+        case.source.load()
         torch.manual_seed(seed)  # the same parameters and batch for every variant
         self.model, self.batch = case.source.make(device)
         without_dropout(self.model)

@@ -71,6 +71,7 @@ def nothing():
     return Net()
 
 number = 3
+drawn = torch.randn(3)  # what an import draws must not move what a variant draws
 """
 
 
@@ -207,6 +208,14 @@ def test_every_variant_begins_with_the_same_parameters_and_batch():
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+def test_a_module_may_draw_as_it_is_imported(own):
+    """It is imported for the first variant alone, which had other parameters than the rest."""
+    case = bench.case_of("ownmodel:closure", [], ["int8"], CPU)
+    sys.modules.pop("ownmodel", None)
+    ours, theirs = (ModelSubject(case, name, HERE, 3).model for name in ("int8", EAGER))
+    assert torch.equal(ours.body[0].weight, theirs.body[0].weight)
+
+
 def test_the_gradients_compared_are_of_the_ends():
     case = bench.case_of("hf:gpt2-124m", words({**TINY, "layers": "3"}), ["int8"], CPU)
     names = ModelSubject(case, EAGER, HERE, 0).first().keys()
@@ -292,6 +301,38 @@ def test_a_user_s_function_gives_model_and_batch(function, own):
     assert row.problem == {"model": f"ownmodel:{function}", "run": "eager"}
     assert row.tflops * row.ms == pytest.approx(6 * 4 * 2 * 32 * 64 / 1e9)
     assert eager.role == "peer"
+
+
+def test_a_recipe_that_cannot_be_applied_is_left_out(own, capsys):
+    """It is no wrong result; where it is the only one, the command was asked for what cannot be."""
+    small = ["bench", "ownmodel:closure", "--device", "cpu", "--rounds", "2", "--recipe"]
+    says = "ownmodel:closure with int8-fused: no block is fused: it has none of transformers'"
+    assert execute("train", [*small, "int8-fused"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"jetfire: {says}")
+    assert execute("train", [*small, "int8-fused,int8", "--format", "json"]) == 0
+    found = capsys.readouterr()
+    assert f"int8-fused left out: UsageError: {says}" in found.err
+    assert [row["kernel"] for row in json.loads(found.out)["rows"]] == ["int8", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ("kv_heads=3", "--set kv_heads=3: expected a divisor of heads=32"),
+        ("width=96", "--set width=96,heads=32: expected an even size of a head, not 3"),
+        ("width=130,heads=4", "The hidden size (130) is not a multiple of the number of attention"),
+    ],
+)
+def test_sizes_of_heads_that_do_not_fit_are_refused(sizes, says, capsys):
+    sizes = f"layers=1,hidden=48,vocabulary=64,batch=1,context=8,{sizes}"
+    assert execute("train", ["bench", "hf:llama-4x4096", "--device", "cpu", "--set", sizes]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_heads_of_keys_are_as_many_as_heads_where_they_were():
+    """Of a config whose keys have fewer, only `kv_heads` changes them."""
+    assert sources.parse("hf:llama-4x4096", {"heads": "4"}).fields()["kv_heads"] == 4
+    assert sources.parse("hf:llama-8x2048", {"heads": "16"}).fields()["kv_heads"] == 8
 
 
 @pytest.mark.parametrize(

@@ -295,9 +295,12 @@ class TrainingBench:
         subjects: dict[str, Subject] = {}
         probes: dict[str, Probe] = {}
         rows: dict[str, Row] = {}
+        refused: UsageError | None = None
         # Peers last: what a process does once counts for the first recipe's first step.
         for name in (*case.recipes, *self._peers_of(case)):
             role = "peer" if name in self.variants else "kernel"
+            if role == "peer" and refused is not None and not (rows or probes):
+                raise refused  # no recipe can be applied
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
                 subjects[name], probes[name] = self._probed_with_room(case, make(name), subjects)
@@ -305,7 +308,9 @@ class TrainingBench:
                 if name == EAGER:
                     raise
                 self._failed(case, name, error)
-                if role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
+                if role == "kernel" and isinstance(error, UsageError):
+                    refused = error
+                elif role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
                     rows[name] = replace(row, ok=False, error=first_line(error))
                 continue
             rows[name] = replace(row, extra=_memory(probes[name]))
