@@ -160,7 +160,7 @@ def test_an_audit_says_what_it_compiles(capsys, monkeypatch):
     devices = [target_device((8, 0)), target_device((9, 0))]
     for pause, lines in ((0.0, 4), (60.0, 1)):
         monkeypatch.setattr(audit, "PAUSE_S", pause)
-        with pytest.raises(audit.UsageError, match="no kernel .* triton: has no machine code"):
+        with pytest.raises(audit.UsageError, match=r"no kernel .* triton: has no machine code"):
             audit.run(cases, [], devices)
         said = capsys.readouterr().err.splitlines()
         assert len(said) == lines

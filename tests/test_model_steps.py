@@ -311,7 +311,7 @@ def test_a_recipe_that_cannot_be_applied_is_left_out(own, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"jetfire: {says}")
     assert execute("train", [*small, "int8-fused,int8", "--format", "json"]) == 0
     found = capsys.readouterr()
-    assert f"int8-fused left out: UsageError: {says}" in found.err
+    assert f"int8-fused left out: {says}" in found.err
     assert [row["kernel"] for row in json.loads(found.out)["rows"]] == ["int8", "eager"]
 
 

@@ -348,7 +348,8 @@ class TrainingBench:
     def _failed(self, case: TrainingWork, name: str, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
-        self.note(f"{case}: {name} left out: {first_line(error)}")
+        reason = str(error) if isinstance(error, UsageError) else first_line(error)
+        self.note(f"{case}: {name} left out: {reason}")
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:
         """Return what makes a variant of a name; all have the same data."""
