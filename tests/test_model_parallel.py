@@ -39,6 +39,17 @@ class Net(nn.Module):
 def make():
     return Net(), torch.randn(8, 64)
 
+def hides():
+    class Result:
+        def __init__(self, loss):
+            self.loss = loss
+
+    class Hiding(Net):
+        def forward(self, x):
+            return Result(super().forward(x))
+
+    return Hiding(), torch.randn(8, 64)
+
 def dies():
     import os, torch.distributed as dist
     if dist.is_initialized() and dist.get_rank() == 1:
@@ -133,6 +144,7 @@ def test_one_process_gathers_nothing(own, monkeypatch):
     [
         ("ownspread:dies", 1, "jetfire: process 1 of 2: worker ended by exit code 7"),
         ("ownspread:differs", 2, "ownspread:differs: OSError: no data"),
+        ("ownspread:hides", 2, "ownspread:hides: FSDP gathers nothing, as it finds no tensor"),
     ],
 )
 def test_what_one_process_meets_ends_all_in_a_line(word, code, says, own, capsys, monkeypatch):
