@@ -388,7 +388,8 @@ def _why_not(
         return "its forward was replaced"
     if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
         return "it has more than a weight and a bias"
-    if not {"weight", "bias"} <= module._parameters.keys():
+    own = module._parameters
+    if "weight" not in own or ("bias" not in own and module.bias is not None):
         return "its weight or its bias is no parameter"
     matrix: Any = module.weight
     dtype = matrix.dtype
@@ -404,7 +405,7 @@ def _replacement(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Mo
     """Return a layer over the parameters of another, with the attributes that others gave that."""
     new = _layer(module, recipe, frozen, head)
     for name, value in vars(module).items():
-        if name not in vars(new):
+        if not hasattr(new, name):  # a compiled layer's code, for one, is of the layer that it was
             setattr(new, name, value)
     return new.train(module.training)
 

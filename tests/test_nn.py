@@ -159,6 +159,9 @@ class Zoo(nn.Module):
         bias = self.constant.bias.detach()
         del self.constant.bias
         self.constant.register_buffer("bias", bias)
+        self.without = nn.Linear(40, 40)
+        del self.without.bias
+        self.without.bias = None
         self.head = nn.Linear(40, 50, bias=False)
         self.head.weight = self.table.weight
 
@@ -183,7 +186,7 @@ LEFT = {
 def test_what_is_left_and_why():
     model = Zoo().eval()
     report = convert(model, INT8)
-    assert set(report.converted) == {"shared", "inner.again", "inner.plain"}
+    assert set(report.converted) == {"shared", "inner.again", "inner.plain", "without"}
     assert report.left == LEFT
     assert model.state_dict().keys() == Zoo().state_dict().keys()
     assert model.shared is model.inner["again"]
@@ -201,10 +204,17 @@ def test_a_layer_s_other_attributes_stay(kind, recipe):
     model = nn.Sequential(kind(64, 64))
     model[0].residual_scale = 0.5
     sizes = {name: value for name, value in vars(model[0]).items() if type(value) is int}
+    model[0].scale = model[0].codes = model[0].group = model[0].fallback = 7  # names of ours
+    model[0].compile(backend="eager")  # the layer's own forward is compiled, not ours
+    weight = model[0].weight
     assert convert(model, recipe).converted == ("0",)
     assert type(model[0]) is not kind
     assert model[0].residual_scale == 0.5
     assert sizes.items() <= vars(model[0]).items()
+    x = torch.randn(32, 64)
+    products = x @ (weight.T if kind is nn.Linear else weight) + model[0].bias
+    error = (model(x) - products).norm() / products.norm()
+    assert 1e-3 < error < 0.5
 
 
 def test_keep_names_by_patterns_and_ends():
@@ -243,7 +253,7 @@ def test_keep_names_by_patterns_and_ends():
 def test_head_and_skip():
     model = Zoo()
     report = convert(model, INT8, skip=("inner", "shared"), head=True)
-    assert report.converted == ("head",)
+    assert report.converted == ("without", "head")
     assert report.left["inner.plain"] == report.left["inner.again"] == "asked to"
     assert model.head.weight is model.table.weight
     assert type(model.shared) is nn.Linear
