@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from jetfire.core.errors import UsageError
 from jetfire.core.problem import Block, Layout
 from jetfire.core.tensors import Quantized
-from jetfire.nn.made import capturing
+from jetfire.nn.made import capturing, off_meta
 from jetfire.nn.products import Placed
 from jetfire.ops import int8_fallback_quantize, int8_quantize
 
@@ -71,7 +71,9 @@ class Fallback(nn.Module):
 
     def forward(self, x: torch.Tensor, block: Block, layout: Layout) -> tuple[Quantized, Quantized]:
         """Return the codes of x, m×n, and of what they miss, as `int8_fallback_quantize` does."""
-        self._leave_meta(x.device)
+        if self.threshold.is_meta or self.share.is_meta:
+            self.threshold = off_meta(self.threshold, x.device)
+            self.share = off_meta(self.share, x.device)
         counts = self.training and x.numel() > 0
         if counts and not self._known:
             self.threshold.copy_(_quantile(x, block, 1 - self.rate))
@@ -82,12 +84,6 @@ class Fallback(nn.Module):
             self.share.copy_((r.scale != 0).float().mean())
             self.ran = True
         return a, r
-
-    def _leave_meta(self, device: torch.device) -> None:
-        """Begin on a device with what was made on meta, where the weight came by assignment."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                setattr(self, name, torch.zeros_like(buffer, device=device))
 
     def is_set(self) -> bool:
         """Return whether a batch has set the threshold, for which the host waits once.

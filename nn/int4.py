@@ -29,7 +29,7 @@ from jetfire.core.problem import Block, Codes, FloatName, Group, Layout
 from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
-from jetfire.nn.made import MadeOfWeight, RenewedByMode, capturing
+from jetfire.nn.made import MadeOfWeight, RenewedByMode, capturing, off_meta
 from jetfire.nn.products import FLOATS, Placed, checked_weight, keys_for_backward
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
 from jetfire.ops import (
@@ -350,6 +350,7 @@ class _Int4Layer(RenewedByMode):
             group = int(choice)
         usable = x.any() & x.isfinite().all()
         if self.training and not capturing(x) and bool(usable):
+            self.searched = off_meta(self.searched, x.device)
             self.searched.fill_(group)
             self._searched = as_group(group)
         return as_group(group)
@@ -360,7 +361,7 @@ class _Int4Layer(RenewedByMode):
         if searching and name not in state_dict:
             # Where the layer was made on meta, the weight that comes says the device.
             weight = state_dict.get(f"{prefix}weight", self.searched)
-            state_dict[name] = torch.zeros_like(self.searched, device=weight.device)
+            state_dict[name] = off_meta(torch.zeros_like(self.searched), weight.device)
         for passed_over in EARLIER if searching else (*EARLIER, SEARCHED):
             state_dict.pop(prefix + passed_over, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)

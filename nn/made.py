@@ -34,6 +34,17 @@ def capturing(tensor: torch.Tensor) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def off_meta(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a layer's buffer, or zeros on a device where it is on meta.
+
+    Weights that are assigned to a layer made on meta leave its buffers there.
+    """
+    if not buffer.is_meta:
+        return buffer
+    with torch.inference_mode(False):  # training writes into it later
+        return torch.zeros_like(buffer, device=device)
+
+
 class MadeOfWeight(Generic[Made]):
     """What is made of a weight as it is, once per optimizer step.
 

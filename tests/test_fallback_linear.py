@@ -220,6 +220,9 @@ def test_a_model_made_on_meta_adapts_once_its_weights_are_assigned(state_of):
         convert(source, RECIPE)
         source(x)
     model.load_state_dict(source.state_dict(), assign=True)
+    with torch.inference_mode():
+        model.eval()(x)
+    model.train()
     optimizer, thresholds = torch.optim.SGD(model.parameters(), 1e-9), []
     for _ in range(3):
         model(100 * x if thresholds else x).sum().backward()

@@ -681,10 +681,14 @@ def test_state_of_a_group_that_was_searched(assign):
     plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not is_int4_state(k)})
 
 
-def test_a_layer_made_on_meta_keeps_its_group_once_its_weight_is_assigned():
-    x = outlying(40, 64)
+@pytest.mark.parametrize("assigned", ["state", "weight"])
+def test_a_layer_made_on_meta_keeps_its_group_once_its_weight_is_assigned(assigned):
+    x, source = outlying(40, 64), nn.Linear(64, 48)
     layer = layer_of(64, 48, Int4("search"), torch.device("meta"))
-    layer.load_state_dict(nn.Linear(64, 48).state_dict(), assign=True)
+    if assigned == "state":
+        layer.load_state_dict(source.state_dict(), assign=True)
+    else:
+        layer.weight, layer.bias = source.weight, source.bias
     trained(layer, x)
     again = Int4Linear(64, 48, int4=Int4("search"))
     again.load_state_dict(layer.state_dict())
