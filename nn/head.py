@@ -34,8 +34,14 @@ class Int8Head(Int8Linear):
         return []
 
     def watched_weight(self) -> tuple[torch.Tensor, QuantisedWeight, Block]:
-        """Return the padded weight with its codes and the side of their blocks."""
-        return self._padded(self.weight), self._quantised, self.block
+        """Return the weight, without its padding, with its codes and the side of their blocks."""
+        return self.weight, self._quantised, self.block
+
+    def unpadded(self, gradient: Quantized) -> Quantized:
+        """Return the codes of the outputs' gradient without those of the padding."""
+        assert gradient.q is not None
+        q = gradient.q[:, : self.out_features]
+        return Quantized(q, gradient.scale, block=gradient.block)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map (…, in_features) to (…, out_features), in the autocast dtype if there is one."""

@@ -151,6 +151,9 @@ def watch(model: nn.Module) -> Iterator[Watched]:
         if x.q is None or not x.q.numel() or (found := find(weight.q.data_ptr())) is None:
             return
         names, backward, _ = found
+        layer = layers[names[0]].module
+        if backward and isinstance(layer, Int8Head):
+            x = layer.unpadded(x)
         with torch.no_grad():
             quality = CodesQuality.of(x, stochastic=backward, missed=missed)
         (seen.gradient if backward else seen.input).update(dict.fromkeys(names, quality))
