@@ -122,7 +122,7 @@ def page(
 
 def _readme(readme: Path, text: str, file: str) -> str:
     """Return the README with another text between its markers, unless they name another file."""
-    old = files.read(readme, MOST_TEXT).decode()
+    old = _text(readme)
     found = MARKED.search(old)
     if found is None:
         raise UsageError(f"{readme}: expected the markers {BEGIN} and {END}")
@@ -216,9 +216,14 @@ def _problem(row: Row, file: Path) -> dict[str, Any]:
 def _read(path: Path) -> str:
     """Return a file's text; nothing where there is none."""
     try:
-        return files.read(path, MOST_TEXT).decode()
+        return _text(path)
     except Missing:
         return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return files.read(path, MOST_TEXT).decode()
     except UnicodeDecodeError:
         raise Unreadable(path, "expected UTF-8") from None
 

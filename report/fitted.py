@@ -100,7 +100,7 @@ class FittedTable:
         """Return the columns that are shown at a width, and each one's own: none if none fit."""
         columns = list(range(len(self.head)))
         spare = list(self.spare)
-        while sum(self._least(columns)) > _room(columns, width) and spare:
+        while sum(self._wanted(columns)) > _room(columns, width) and spare:
             name = spare.pop(0)
             columns = [i for i in columns if self.head[i] != name]
         widths = self._widths(columns, _room(columns, width))
@@ -111,18 +111,23 @@ class FittedTable:
         return [self.head[i], *(line.cells[i].plain for line in lines)]
 
     def _least(self, columns: Iterable[int]) -> list[int]:
-        """Return the widths at which no text takes more lines than it may, and no word two."""
+        """Return the widths at which no text takes more lines than it may."""
         found = []
         for i in columns:
             least = _widest(self._texts(i, titles=False))
-            least = min(least, FOLDED) if i in self.folded else least
-            found.append(max(least, *map(_longest_word, self._texts(i))))
+            found.append(min(least, FOLDED) if i in self.folded else least)
         return found
+
+    def _wanted(self, columns: Sequence[int]) -> list[int]:
+        """Return the least widths; of the first column also a title's words, but overlong ones."""
+        first, *rest = self._least(columns)
+        words = [word for line in self._lines if line.title for word in line.cells[0].plain.split()]
+        return [max([first, *(n for n in map(_longest_word, words) if n <= FOLDED)]), *rest]
 
     def _widths(self, columns: Sequence[int], room: int) -> list[int]:
         """Return a width for each column: its texts', or down to its longest word's."""
         widths = self._least(columns)
-        words = [max(map(_longest_word, self._texts(i))) for i in columns]
+        words = [max(map(_longest_word, self._texts(i, titles=False))) for i in columns]
         both = list(zip(columns, words, widths, strict=True))
         _shrink(widths, [word if i in self.left else width for i, word, width in both], room)
         _shrink(widths, words, room)  # numbers, too, come apart from their units

@@ -197,6 +197,9 @@ def test_a_title_s_words_stay_whole():
     for width in (80, 50):
         assert "rounding=stochastic" in printed(table, width).split()
     assert "left out, for the width: p20–p80" in printed(table, 50)
+    table.add_section("/a/path/" * 12)  # has no room as it is, and takes none from the columns
+    assert "kernel" in printed(table, 80)
+    assert "left out" not in printed(table, 80)
 
 
 def test_wide_characters_count_as_the_terminal_does():

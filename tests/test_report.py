@@ -127,6 +127,9 @@ def test_a_readme_that_is_not_there_is_refused(place, capsys):
     place[1].unlink()
     assert execute("report", arguments(place)) == 2
     assert "No such file or directory" in capsys.readouterr().err
+    place[1].write_bytes(b"\xff")
+    assert execute("report", arguments(place)) == 2
+    assert "expected UTF-8" in capsys.readouterr().err
 
 
 def test_other_products_than_the_gemm_have_a_table():
