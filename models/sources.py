@@ -184,26 +184,22 @@ class ConfigSource(ModelSource):
         known = kinds[kind].attribute_map
         own = {ours: known.get(theirs, theirs) for ours, (theirs, _) in SIZES.items()}
         fields = {k: v for k, v in self.config.items() if not _ignored(k)}
-        before = self._configured(kinds[kind], fields)
-        sizes = dict(self.sizes)
-        if "heads" in sizes and _size_of(before, "kv_heads") == _size_of(before, "heads"):
+        sizes, heads, kv_heads = dict(self.sizes), *map(fields.get, (own["heads"], own["kv_heads"]))
+        if "heads" in sizes and kv_heads is not None and kv_heads == heads:
             sizes.setdefault("kv_heads", sizes["heads"])
         if {"width", "heads"} & sizes.keys():
             fields.pop("head_dim", None)
         given = {own[ours]: size for ours, size in sizes.items()}
-        made = self._configured(kinds[kind], {**fields, **given})
+        try:
+            made = kinds[kind](**{**fields, **given})
+        except Exception as error:  # transformers' validators raise errors of their own
+            raise _unusable(self.name, error) from error
         _expect_heads_that_fit(made, self.sizes)
         usual = kinds[kind]()
         for ours in self.sizes:
             if not hasattr(usual, SIZES[ours][0]):
                 raise UsageError(f"--set {ours}={self.sizes[ours]}: {kind} has no such size")
         return made
-
-    def _configured(self, kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
-        try:
-            return kind(**fields)
-        except Exception as error:  # transformers' validators raise errors of their own
-            raise _unusable(self.name, error) from error
 
 
 def _size_of(config: Any, ours: str) -> int | None:
@@ -217,7 +213,8 @@ def _expect_heads_that_fit(config: Any, given: Mapping[str, int]) -> None:
     heads, kv_heads = _size_of(config, "heads"), _size_of(config, "kv_heads")
     if {"heads", "kv_heads"} & given.keys() and heads and kv_heads and heads % kv_heads:
         raise UsageError(f"--set kv_heads={kv_heads}: expected a divisor of heads={heads}")
-    width, rotates = _size_of(config, "width"), hasattr(config, "rope_parameters")
+    width = _size_of(config, "width")
+    rotates = hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")
     if {"heads", "width"} & given.keys() and heads and width and rotates:
         of_head = getattr(config, "head_dim", None) or width // heads
         if of_head % 2:

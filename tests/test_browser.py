@@ -34,7 +34,7 @@ from jetfire.tests import (
     test_tuned_report,
     test_tuner_report,
 )
-from jetfire.tuner.digest import Digest
+from jetfire.tuner.saved_study import SavedStudy
 
 ROOT = Path(jetfire.__file__).parent
 LIBRARY = (Path(__file__).parent / "data" / "browser.js").read_text()
@@ -134,7 +134,7 @@ def place(browser, tmp_path_factory):
 
 
 def write(file, *studies):
-    files.write(file, tuning.render([Digest.of(study) for study in studies]))
+    files.write(file, tuning.render([SavedStudy.of(study) for study in studies]))
 
 
 def searches():

@@ -329,6 +329,13 @@ def test_sizes_of_heads_that_do_not_fit_are_refused(sizes, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_config_whose_sizes_do_not_fit_may_be_given_others(tmp_path):
+    file = tmp_path / "config.json"
+    llama = {"model_type": "llama", "num_hidden_layers": 1, "intermediate_size": 48}
+    file.write_text(json.dumps({**llama, "hidden_size": 130, "num_attention_heads": 4}))
+    assert sources.parse(str(file), {"width": "128"}).fields()["width"] == 128
+
+
 def test_heads_of_keys_are_as_many_as_heads_where_they_were():
     """Of a config whose keys have fewer, only `kv_heads` changes them."""
     assert sources.parse("hf:llama-4x4096", {"heads": "4"}).fields()["kv_heads"] == 4

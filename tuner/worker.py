@@ -250,7 +250,8 @@ class Bench:
         wanted = self.job.peers
         found: dict[str, Sequence[Callable[[], object]]] = {}
         missing = [name for name in wanted or () if name not in factories[0]]
-        left_out = [f"peer {name}: there is none on {self.device.kind}" for name in missing]
+        op, kind = self.job.op.name, self.device.kind
+        left_out = [f"peer {name}: {op} has none of that name on {kind}" for name in missing]
         for name in factories[0]:
             if name not in wanted if wanted is not None else name in SLOW_PEERS:
                 continue
@@ -259,7 +260,8 @@ class Bench:
                 thunks[0]()
                 found[name] = thunks
             except Exception as error:
-                left_out.append(f"peer {name}: {first_line(error)}")
+                if wanted is not None:  # else the bench says why
+                    left_out.append(f"peer {name}: {first_line(error)}")
         return found, left_out
 
 

@@ -295,12 +295,12 @@ class TrainingBench:
         subjects: dict[str, Subject] = {}
         probes: dict[str, Probe] = {}
         rows: dict[str, Row] = {}
-        refused: UsageError | None = None
+        refused: list[UsageError] = []
         # Peers last: what a process does once counts for the first recipe's first step.
         for name in (*case.recipes, *self._peers_of(case)):
             role = "peer" if name in self.variants else "kernel"
-            if role == "peer" and refused is not None and not (rows or probes):
-                raise refused  # no recipe can be applied
+            if role == "peer" and len(refused) == len(case.recipes):
+                raise refused[0]
             row = Row(case.op, name, role, case.as_dict(), data="normal")  # type: ignore[arg-type]
             try:
                 subjects[name], probes[name] = self._probed_with_room(case, make(name), subjects)
@@ -309,7 +309,7 @@ class TrainingBench:
                     raise
                 self._failed(case, name, error)
                 if role == "kernel" and isinstance(error, UsageError):
-                    refused = error
+                    refused.append(error)
                 elif role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
                     rows[name] = replace(row, ok=False, error=first_line(error))
                 continue
