@@ -83,12 +83,12 @@ class ExportPlan:
 
     @property
     def problem(self) -> Any:
-        """The first one: what all have in common but the sizes."""
+        """The first problem, from which the others differ in sizes alone."""
         return self.tuned[0].problem
 
     @property
     def configs(self) -> tuple[Any, ...]:
-        """Each different one, in the order of the first problem that has it."""
+        """The configs, each once, in the order of the first problem that has it."""
         return tuple(dict.fromkeys(t.config for t in self.tuned))
 
     @cached_property

@@ -41,8 +41,10 @@ class ExportTarget(ABC):
         """
 
     def products(self, folder: Path) -> Sequence[Path]:
-        """What `build` made that belongs to the export, relative to the folder; by default nothing,
-        as whoever gets the sources builds them."""
+        """Return the files that `build` made and the export has, relative to the folder.
+
+        By default there are none: whoever gets the sources builds them.
+        """
         return ()
 
     @abstractmethod
@@ -55,10 +57,10 @@ class ExportTarget(ABC):
 
     @abstractmethod
     def call(self, plan: ExportPlan, folder: Path) -> Callable[[Any, Tensors, Tensors], Tensors]:
-        """After `build`: a function of (problem, inputs, outputs) that enqueues the exported kernel
-        on torch's current stream, as `Kernel.launch` does; for timing them against each other.
+        """Return a function of (problem, inputs, outputs) that enqueues the built kernel.
 
-        It gives back what it wrote: the outputs given, or those that it allocated itself.
+        It does so on torch's current stream, as `Kernel.launch`, so that both can be timed. It
+        gives back what it wrote: the outputs given, or those that it allocated itself.
         """
 
 

@@ -1,4 +1,4 @@
-"""The Hadamard quantiser of 4-bit training: transform, learned step, codes; and its gradients."""
+"""The Hadamard quantiser of 4-bit training: transform, codes of a given step; and its gradients."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class HadamardQuantizeProblem(Problem):
 
 class HadamardQuantize(StandardOp):
     name = "hadamard_quantize"
-    summary = "Hadamard transform and learned step to 4-bit codes, and the gradient"
+    summary = "Hadamard transform and rounding to 4-bit codes, and the gradient"
     Problem = HadamardQuantizeProblem
     contiguous = frozenset({"slots"})
     modes = ("fwd", "bwd")

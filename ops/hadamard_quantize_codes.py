@@ -46,7 +46,7 @@ class HadamardQuantizeCodesProblem(Problem):
 
 class HadamardQuantizeCodes(StandardOp):
     name = "hadamard_quantize_codes"
-    summary = "Hadamard transform of INT8 codes and learned step to 4-bit codes"
+    summary = "Hadamard transform of INT8 codes, and rounding to 4-bit codes"
     Problem = HadamardQuantizeCodesProblem
     same_bits_over = "kernels"
     untuned = True

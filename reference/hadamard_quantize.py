@@ -1,4 +1,4 @@
-"""The Hadamard quantiser: transform, learned step size, 4-bit codes; and its gradients.
+"""The Hadamard quantiser: transform, 4-bit codes of a given step; and its gradients.
 
 Section 3 of arXiv 2306.11987; LSQ is Esser et al., "Learned step size quantization" (arXiv
 1902.08153). Codes, scale and the gradient of x are bit-exact: every kernel must reproduce them.

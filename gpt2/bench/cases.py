@@ -110,7 +110,7 @@ class StepProblem(_Sized):
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaStepProblem(StepProblem):
-    """The same of a Llama with a head of its own, whose MLP is `hidden` wide."""
+    """An optimizer step of a Llama with a head of its own, whose MLP is `hidden` wide."""
 
     op, preset = LLAMA_STEP, "llama-160m"
 
@@ -132,7 +132,7 @@ class BlockProblem(_Sized):
 
 @dataclass(frozen=True)
 class LlamaBlockProblem(BlockProblem):
-    """The same of a block of Llama's, whose MLP is `hidden` wide."""
+    """Forward and backward of one block of Llama's, whose MLP is `hidden` wide."""
 
     op, preset = LLAMA_BLOCK, "llama-160m"
 

@@ -178,7 +178,7 @@ def tune(
 
 
 def _tune_all(asked: TuneOptions, wanted: dict[str, list[Case]]) -> None:
-    """Each kernel in its share of the time that is left, by how many problems it has.
+    """Tune each kernel in its share of the time that is left, by how many problems it has.
 
     What the searches came to is shown in one, once the last of them has ended.
     """

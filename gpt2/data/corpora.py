@@ -77,7 +77,8 @@ class Corpus:
     tail: bool = False
 
     def pieces(self) -> Iterator[Piece]:
-        """
+        """Yield the corpus's documents, in pieces.
+
         Raises:
             UsageError: a file cannot be read or is damaged.
         """

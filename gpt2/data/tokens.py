@@ -76,7 +76,8 @@ class Tokens:
 def open_tokens(
     folder: Path | str, say: Callable[[str], None] = lambda line: None, *, check: bool = True
 ) -> Tokens:
-    """
+    """Open a prepared folder, whose files of tokens are checked.
+
     Args:
         say: called with a line before a large file is checked.
         check: read the files of tokens through; without it another process does.

@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """One family's.
+    """How transformers stores one family: its config.json, and the names of its weights.
 
     Attributes:
         title: the family's name; architecture: the class of theirs that has a head.

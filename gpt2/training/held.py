@@ -85,12 +85,12 @@ class Sizes:
 
     @property
     def x(self) -> int:
-        """Return the bytes of the stream, tokens × width."""
+        """Return the number of elements of the stream, tokens × width."""
         return self.tokens * self.shape.width
 
     @property
     def w(self) -> int:
-        """Return the bytes of a weight, width × width."""
+        """Return the number of elements of a square weight, width × width."""
         return self.shape.width**2
 
     @property

@@ -25,27 +25,27 @@ class _Sizes(Sizes):
 
     @property
     def k(self) -> int:
-        """Return the bytes of keys, or of values: tokens × their width."""
+        """Return the number of elements of keys, or of values: tokens × their width."""
         return self.x * self.shape.kv_heads // self.shape.heads
 
     @property
     def h(self) -> int:
-        """Return the bytes of the MLP, tokens × hidden."""
+        """Return the number of elements of what the MLP has within, tokens × hidden."""
         return self.tokens * self.shape.hidden
 
     @property
     def wk(self) -> int:
-        """Return the bytes of key's weight, or of value's."""
+        """Return the number of elements of key's weight, or of value's."""
         return self.w * self.shape.kv_heads // self.shape.heads
 
     @property
     def wh(self) -> int:
-        """Return the bytes of gate's weight, of up's or of down's."""
+        """Return the number of elements of gate's weight, of up's or of down's."""
         return self.shape.width * self.shape.hidden
 
     @property
     def weights(self) -> int:
-        """Return the bytes of a block's weights."""
+        """Return the number of elements of a block's weights."""
         return 2 * self.w + 2 * self.wk + 3 * self.wh
 
     @property
@@ -55,7 +55,7 @@ class _Sizes(Sizes):
 
     @property
     def angles(self) -> int:
-        """Return the bytes of the cosine of each position and of each number of a head."""
+        """Return the number of cosines: one per position and number of a head."""
         return self.shape.context * self.per_head
 
     @property

@@ -25,7 +25,7 @@ DIGITS = 7  # losses are shown with five, and twice rounded would be off
 
 
 def kept(records: Sequence[log.Record], every: int, at_once: int = 1) -> list[log.Record]:
-    """The lines that stay, as they stay."""
+    """Return the lines of a log that are kept, numbers rounded and paths cut."""
     head, *rest = [_neutral(record) for record in records]
     head = {**head, "kept": {"every": every, "digits": DIGITS, "runs_at_once": at_once}}
     return [
@@ -35,7 +35,7 @@ def kept(records: Sequence[log.Record], every: int, at_once: int = 1) -> list[lo
 
 
 def _neutral(value: Any) -> Any:
-    """`DIGITS` of a number; a path's last part."""
+    """Return a value with `DIGITS` digits of each number, and the last part of a path."""
     if isinstance(value, dict):
         return {key: _neutral(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -213,7 +213,8 @@ class Log:
             self._add(b"\n")
 
     def write(self, record: Record) -> None:
-        """
+        """Add a line.
+
         Raises:
             Unwritable: the disk is full.
         """

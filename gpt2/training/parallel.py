@@ -106,7 +106,7 @@ class Group:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Around what fails in every process or in none: the first says why."""
+        """Enclose what fails in every process or in none: the first one says why."""
         try:
             yield
         except JetfireError as error:
@@ -192,7 +192,7 @@ def _own_device(device: str, rank: int) -> Device:
 
 
 def spread(model: nn.Module, settings: Settings, group: Group, device: torch.device) -> nn.Module:
-    """What to call for the loss of this process's sequences.
+    """Return the module to call for the loss of this process's sequences.
 
     DDP wraps the model; FSDP2 shards it in place, each block and the rest, so that an optimizer
     must be made afterwards. Either averages gradients over the processes in backward.
@@ -239,7 +239,7 @@ def unreduced(forward: nn.Module) -> AbstractContextManager[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward without backward: what `fully_shard` keeps gathered is sharded again."""
+    """Shard again what a forward without backward has left gathered."""
     sharded: Any = model if hasattr(model, "reshard") else None
     if sharded is not None:
         sharded.reshard()

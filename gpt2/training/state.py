@@ -55,7 +55,7 @@ class Clock:
             self.event.record(torch.cuda.current_stream(device))
 
     def ms_since(self, earlier: Clock) -> float:
-        """Waits for this moment."""
+        """Wait for this moment, and return the milliseconds since an earlier one."""
         if self.event is None or earlier.event is None:
             return (self.at - earlier.at) * 1e3
         self.event.synchronize()
@@ -106,7 +106,7 @@ class Trained:
 
     @property
     def tokens_seen(self) -> TokenDigests:
-        """What tells the data from other data."""
+        """Return counts and digests of the tokens, which a run that goes on must find the same."""
         return {
             "train": len(self.tokens.train),
             "validation": len(self.tokens.validation),

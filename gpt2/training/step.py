@@ -88,7 +88,7 @@ class Step:
                 module.squares_gradients = alone and settings.accumulate == 1
 
     def _optimizer(self, settings: Settings) -> torch.optim.AdamW:
-        """Fused on any device; matrices decay, biases and norms' weights do not.
+        """Return the fused AdamW: matrices decay, biases and norms' weights do not.
 
         Torch's own for BF16, with which recipes are compared, and for what is compiled.
         """
