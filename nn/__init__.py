@@ -9,26 +9,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetfire.nn.activation import Int8GELU
-    from jetfire.nn.agreement import check_agreement
-    from jetfire.nn.block import Int8Block
-    from jetfire.nn.captured import CapturedStep
-    from jetfire.nn.conversion import Report, convert
-    from jetfire.nn.embedding import TiedGradient, tied_embedding
-    from jetfire.nn.flow import Stream
-    from jetfire.nn.frozen import FrozenInt8Linear
-    from jetfire.nn.int4 import Int4Conv1D, Int4Linear, is_int4_state
-    from jetfire.nn.int4_block import Int4Block
-    from jetfire.nn.linear import Int8Conv1D, Int8Linear, quantised_weights
-    from jetfire.nn.llama import Int8LlamaBlock
-    from jetfire.nn.loss import linear_cross_entropy
-    from jetfire.nn.made import weights_changed
-    from jetfire.nn.norm import Int8LayerNorm
-    from jetfire.nn.optimizer import AdamW, replaying
-    from jetfire.nn.recipes import RECIPES, Int4, Recipe
-    from jetfire.nn.sharding import gather_codes
-    from jetfire.nn.squares import gradient_norm
-    from jetfire.nn.watching import CodesQuality, Watched, watch
+    from jetfire.nn.activation import Int8GELU as Int8GELU
+    from jetfire.nn.agreement import check_agreement as check_agreement
+    from jetfire.nn.block import Int8Block as Int8Block
+    from jetfire.nn.captured import CapturedStep as CapturedStep
+    from jetfire.nn.conversion import Report as Report
+    from jetfire.nn.conversion import convert as convert
+    from jetfire.nn.embedding import TiedGradient as TiedGradient
+    from jetfire.nn.embedding import tied_embedding as tied_embedding
+    from jetfire.nn.flow import Stream as Stream
+    from jetfire.nn.frozen import FrozenInt8Linear as FrozenInt8Linear
+    from jetfire.nn.int4 import Int4Conv1D as Int4Conv1D
+    from jetfire.nn.int4 import Int4Linear as Int4Linear
+    from jetfire.nn.int4 import is_int4_state as is_int4_state
+    from jetfire.nn.int4_block import Int4Block as Int4Block
+    from jetfire.nn.linear import Int8Conv1D as Int8Conv1D
+    from jetfire.nn.linear import Int8Linear as Int8Linear
+    from jetfire.nn.linear import quantised_weights as quantised_weights
+    from jetfire.nn.llama import Int8LlamaBlock as Int8LlamaBlock
+    from jetfire.nn.loss import linear_cross_entropy as linear_cross_entropy
+    from jetfire.nn.made import weights_changed as weights_changed
+    from jetfire.nn.norm import Int8LayerNorm as Int8LayerNorm
+    from jetfire.nn.optimizer import AdamW as AdamW
+    from jetfire.nn.optimizer import replaying as replaying
+    from jetfire.nn.recipes import RECIPES as RECIPES
+    from jetfire.nn.recipes import Int4 as Int4
+    from jetfire.nn.recipes import Recipe as Recipe
+    from jetfire.nn.sharding import gather_codes as gather_codes
+    from jetfire.nn.squares import gradient_norm as gradient_norm
+    from jetfire.nn.watching import CodesQuality as CodesQuality
+    from jetfire.nn.watching import Watched as Watched
+    from jetfire.nn.watching import watch as watch
 
 _MODULES = {
     "AdamW": "optimizer",
@@ -63,39 +74,7 @@ _MODULES = {
     "watch": "watching",
     "weights_changed": "made",
 }
-__all__ = [
-    "RECIPES",
-    "AdamW",
-    "CapturedStep",
-    "CodesQuality",
-    "FrozenInt8Linear",
-    "Int4",
-    "Int4Block",
-    "Int4Conv1D",
-    "Int4Linear",
-    "Int8Block",
-    "Int8Conv1D",
-    "Int8GELU",
-    "Int8LayerNorm",
-    "Int8Linear",
-    "Int8LlamaBlock",
-    "Recipe",
-    "Report",
-    "Stream",
-    "TiedGradient",
-    "Watched",
-    "check_agreement",
-    "convert",
-    "gather_codes",
-    "gradient_norm",
-    "is_int4_state",
-    "linear_cross_entropy",
-    "quantised_weights",
-    "replaying",
-    "tied_embedding",
-    "watch",
-    "weights_changed",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
