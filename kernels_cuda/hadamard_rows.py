@@ -6,9 +6,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jetfire.core.device import SM_REGISTERS, Device
 from jetfire.core.kernel import Config
-from jetfire.kernels_cuda.program import CudaKernel
+from jetfire.kernels_cuda.program import CudaKernel, Program
 
 MOST_COLUMNS = 1 << 24  # a row's sum of squares is below 2^31, and so is every index in it
 MOST_ELEMENTS = 32  # a thread: those of 64 have more than 255 registers to hold
@@ -88,6 +90,24 @@ def idle(problem: Any, config: RowsConfig) -> int:
     return int(-problem.n % config.tile)
 
 
+def constants(problem: Any, config: RowsConfig, aligned: bool) -> dict[str, bool | int]:
+    """Return the constants of hadamard_rows.cuh.
+
+    Args:
+        aligned: False where bytes lie anywhere: they take registers to put in place.
+    """
+    return {
+        "GROUP": problem.group,
+        "FACTOR_BITS": int(np.float32(problem.group**-0.5).view(np.int32)),
+        "ELEMENTS": config.elements,
+        "CHUNKS": config.chunks,
+        "LANES": config.lanes,
+        "WARPS": config.warps,
+        "BLOCKS": config.blocks if aligned else 1,
+        "PREFETCH": config.prefetch,
+    }
+
+
 class RowsKernel(CudaKernel):
     """A kernel whose threads walk rows in tiles."""
 
@@ -102,6 +122,17 @@ class RowsKernel(CudaKernel):
         "blocks": (1, 2, 3, 4, 6, 8, 12, 16),
         "prefetch": (False, True),
     }
+
+    @abstractmethod
+    def matrices(self, problem: Any, config: RowsConfig) -> Matrices:
+        """Return the matrices of contiguous tensors of the problem's dtype, at multiples of 16."""
+
+    @abstractmethod
+    def program(self, problem: Any, config: RowsConfig, access: Matrices) -> Program:
+        """Return the function for matrices of some alignment; all shapes may have the same."""
+
+    def programs(self, problem: Any, config: RowsConfig) -> list[Program]:
+        return [self.program(problem, config, self.matrices(problem, config))]
 
     @abstractmethod
     def needed_registers(self, problem: Any, config: RowsConfig) -> int:

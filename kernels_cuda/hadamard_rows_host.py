@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jetfire.core.host import Host
-from jetfire.kernels_cuda.hadamard_rows import MOST_COLUMNS, Matrices, RowsConfig
+from jetfire.kernels_cuda.hadamard_rows import MOST_COLUMNS, RowsConfig
 
 NOTES: Mapping[str, str] = {
     "GROUP": "columns that are transformed together",
@@ -35,22 +35,18 @@ class RowsHost(Host):
     threads = "32 * WARPS"
 
     @abstractmethod
-    def matrices(self, problem: Any, config: Any) -> Matrices:
-        """Return the matrices of contiguous tensors at multiples of 16."""
-
-    @abstractmethod
     def argument_bytes(self, problem: Any) -> int:
         """Return the size of the struct that the kernel function takes."""
 
     def multiples(self, problem: Any, config: RowsConfig) -> dict[str, int]:
         """Return the least n that the code is made for; n may be any multiple of it."""
-        matrices = self.matrices(problem, config)
+        matrices = self.kernel.matrices(problem, config)
         accesses = (8 * matrix.access // matrix.bits for _, matrix in matrices)
         return {"n": max(2, problem.group, *accesses)}
 
     def reason(self, problem: Any, config: RowsConfig, dim: str) -> str:
         whole = "whole groups" if problem.group > 1 else "two codes per byte"
-        most = max(matrix.access for _, matrix in self.matrices(problem, config))
+        most = max(matrix.access for _, matrix in self.kernel.matrices(problem, config))
         return f"{whole}, of rows that are accessed in up to {most} bytes"
 
     def most(self, problem: Any) -> dict[str, int]:

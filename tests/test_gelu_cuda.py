@@ -10,7 +10,6 @@ import torch
 from jetfire.core import registry
 from jetfire.core.device import Device, target_device
 from jetfire.core.launch import launch, verify
-from jetfire.kernels_cuda.gelu import accesses
 from jetfire.kernels_cuda.tiles import Access, PartsConfig
 from jetfire.reference.quantize import quantize
 from jetfire.tests.audited import together
@@ -31,7 +30,7 @@ def problem_of(m=8192, n=4096, **fields):
 def compiled(problem, access=None):
     """The machine code of its default config."""
     config = KERNEL.default(problem, SM_90)
-    return KERNEL.program(problem, config, access or accesses(problem)).cubin((9, 0))
+    return KERNEL.program(problem, config, access or KERNEL.accesses(problem)).cubin((9, 0))
 
 
 HOW = (("fwd", "nearest"), ("fwd", "stochastic"), ("bwd", "stochastic"))
@@ -121,13 +120,13 @@ def test_the_default_is_legal(block, out_block, mode, rounding):
 def test_codes_at_any_address_and_pitch():
     problem = problem_of(64, 96, layout="both", mode="bwd")
     inputs = OP.inputs(problem, torch.device("cpu"))
-    assert accesses(problem, inputs) == Access(tma=True, q=8, qt=4)
+    assert KERNEL.accesses(problem, inputs) == Access(tma=True, q=8, qt=4)
     odd = torch.empty(64 * 96 + 1, dtype=torch.int8)[1:].view(64, 96)
     aligned = torch.empty(64, 112, dtype=torch.int8)[:, 16:]
     for dy, tma in ((odd, False), (aligned, True), (aligned[:, :95], True)):
-        assert accesses(problem, inputs | {"dy": dy}).tma is tma
-    assert accesses(problem, inputs, {"q": odd}).q == 1
-    assert accesses(problem_of(63, 97)) == Access(tma=False, q=1, qt=1)
+        assert KERNEL.accesses(problem, inputs | {"dy": dy}).tma is tma
+    assert KERNEL.accesses(problem, inputs, {"q": odd}).q == 1
+    assert KERNEL.accesses(problem_of(63, 97)) == Access(tma=False, q=1, qt=1)
 
 
 def verified(problem, inputs, config=None):

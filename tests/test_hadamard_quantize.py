@@ -415,8 +415,8 @@ def test_shapes_are_those_of_inputs_and_weights():
 
 
 def cubin_of(problem, config, capability=(9, 0), matrices=None):
-    matrices = matrices or rows.contiguous(problem, config)
-    return rows.program(problem, config, matrices).cubin(capability)
+    matrices = matrices or ROWS.matrices(problem, config)
+    return ROWS.program(problem, config, matrices).cubin(capability)
 
 
 def compiled(problem, config, capability):
@@ -486,7 +486,7 @@ def of_config(config):
 def of_any_rows(fields):
     problem = OP.Problem(64, 2048, **fields)
     config = ROWS.default(problem, target_device((9, 0)))
-    matrices = tuple((k, anywhere(x)) for k, x in rows.contiguous(problem, config))
+    matrices = tuple((k, anywhere(x)) for k, x in ROWS.matrices(problem, config))
     return problem, config, (9, 0), matrices
 
 

@@ -15,7 +15,6 @@ from jetfire.core.device import Device, target_device
 from jetfire.core.errors import UsageError
 from jetfire.core.launch import launch, verify
 from jetfire.core.machine_code import audit
-from jetfire.kernels_cuda.hadamard_quantize_codes import contiguous
 from jetfire.kernels_cuda.hadamard_rows import Matrix, RowsConfig, registers
 from jetfire.ops import int4_quantize, int4_quantize_codes, int8_dequantize, int8_quantize
 from jetfire.reference import hadamard
@@ -205,7 +204,7 @@ def test_what_is_refused():
 
 
 def cubin_of(problem, config, capability=(9, 0), matrices=None):
-    matrices = matrices or contiguous(problem, config)
+    matrices = matrices or ROWS.matrices(problem, config)
     return ROWS.program(problem, config, matrices).cubin(capability)
 
 
@@ -251,7 +250,7 @@ def tightest(elements, chunks, prefetch, group):
 
 def of_any_rows(problem, config):
     """The same of rows that begin anywhere."""
-    anywhere = tuple((name, Matrix(x.kind, 1)) for name, x in contiguous(problem, config))
+    anywhere = tuple((name, Matrix(x.kind, 1)) for name, x in ROWS.matrices(problem, config))
     return problem, config, (9, 0), anywhere
 
 

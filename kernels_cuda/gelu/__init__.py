@@ -31,37 +31,6 @@ def by_code(problem: Any) -> bool:
     return bool(problem.mode == "fwd" and problem.rounding == "nearest")
 
 
-def shared_bytes(problem: Any, config: PartsConfig) -> int:
-    """Return a block's shared memory in bytes; the source asserts that it counts the same."""
-    operands = 2 if problem.mode == "bwd" else 1
-    stage = operands * (TILE * TILE + 4 * PARTS) + 8
-    table = 256 if by_code(problem) else 4 * (256 + 4)
-    return config.stages * stage + config.warps * table + 2 * 4 * PARTS
-
-
-def program(problem: Any, config: PartsConfig, access: Access) -> Program:
-    """Return tiles.cu with a config's constants."""
-    constants: dict[str, bool | int] = {
-        "WARPS": config.warps,
-        "STAGES": config.stages,
-        "RESIDENT": config.resident,
-        "SHARED_BYTES": shared_bytes(problem, config),
-        "BLOCK": problem.block,
-        "OUT_BLOCK": problem.out_block,
-        "BACKWARD": problem.mode == "bwd",
-        "ERF": problem.approximate == "erf",
-    }
-    text = tiles.writes_header(problem, access, constants)
-    return Program(SOURCE, text, shared_bytes(problem, config), config.warps)
-
-
-def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None) -> Access:
-    """Return the accesses of a launch; without tensors those of aligned, contiguous ones."""
-    m, n = problem.m, problem.n
-    places = [n] if inputs is None else tiles.places(inputs, INPUTS)
-    return Access(tiles.in_boxes(places), *tiles.write_access(m, n, outputs))
-
-
 class GeluTiles(TilesKernel):
     """Both directions."""
 
@@ -72,14 +41,38 @@ class GeluTiles(TilesKernel):
         "stages": (2, 3, 4),
         "resident": (1, 2, 3, 4, 5, 6),
     }
-    shared_bytes = staticmethod(shared_bytes)
-    program = staticmethod(program)
-    accesses = staticmethod(accesses)
 
     def registers(self, problem: Any, config: PartsConfig) -> int:
         if by_code(problem):
             return 64
         return 80 if problem.out_block == 32 or config.warps == PARTS else 128
+
+    def shared_bytes(self, problem: Any, config: PartsConfig) -> int:
+        operands = 2 if problem.mode == "bwd" else 1
+        stage = operands * (TILE * TILE + 4 * PARTS) + 8
+        table = 256 if by_code(problem) else 4 * (256 + 4)
+        return config.stages * stage + config.warps * table + 2 * 4 * PARTS
+
+    def accesses(
+        self, problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None
+    ) -> Access:
+        places = [problem.n] if inputs is None else tiles.places(inputs, INPUTS)
+        return Access(tiles.in_boxes(places), *tiles.write_access(problem.m, problem.n, outputs))
+
+    def program(self, problem: Any, config: PartsConfig, access: Access) -> Program:
+        shared = self.shared_bytes(problem, config)
+        constants: dict[str, bool | int] = {
+            "WARPS": config.warps,
+            "STAGES": config.stages,
+            "RESIDENT": config.resident,
+            "SHARED_BYTES": shared,
+            "BLOCK": problem.block,
+            "OUT_BLOCK": problem.out_block,
+            "BACKWARD": problem.mode == "bwd",
+            "ERF": problem.approximate == "erf",
+        }
+        text = tiles.writes_header(problem, access, constants)
+        return Program(SOURCE, text, shared, config.warps)
 
     def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:
         maps = (tiles.codes_map(inputs.get(name), access) for name in INPUTS)

@@ -44,13 +44,13 @@ class TilesHost(Host):
     tensor_maps = True
 
     def multiples(self, problem: GeluProblem, config: PartsConfig) -> dict[str, int]:
-        access = gelu.accesses(problem)
+        access = self.kernel.accesses(problem)
         wanted = {"m": access.qt, "n": 16 if access.tma else access.q}
         return {dim: multiple for dim, multiple in wanted.items() if multiple > 1}
 
     def values(self, problem: GeluProblem, config: PartsConfig) -> dict[str, Any]:
         return {
-            "tma": gelu.accesses(problem).tma,
+            "tma": self.kernel.accesses(problem).tma,
             "inputs": ("x", "dy") if problem.mode == "bwd" else ("x",),
             "constants": {
                 "TILE": (TILE, "rows and columns of a tile"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jetfire.core.host import Host
 from jetfire.kernels_cuda import hadamard_rows_host
 from jetfire.kernels_cuda.hadamard_quantize import rows
-from jetfire.kernels_cuda.hadamard_rows import Matrices, RowsConfig
+from jetfire.kernels_cuda.hadamard_rows import RowsConfig
 from jetfire.kernels_cuda.hadamard_rows_host import WIDE, packed
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ class HadamardQuantizeHost(hadamard_rows_host.RowsHost):
     notes: ClassVar[Mapping[str, str]] = NOTES
     aligned = ("x", "q", "wide", "dx_hat", "dx")
 
-    def matrices(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices:
-        return rows.contiguous(problem, config)
-
     def argument_bytes(self, problem: HadamardQuantizeProblem) -> int:
         return 88 if problem.mode == "bwd" else 72
 
@@ -72,7 +69,7 @@ class HadamardQuantizeHost(hadamard_rows_host.RowsHost):
             # Bytes from row to row of what is read, in C.
             "pitch": {
                 name: {4: "n / 2", 8: "n"}.get(matrix.bits, f"(int64_t)n * {matrix.bits // 8}")
-                for name, matrix in self.matrices(problem, config)
+                for name, matrix in self.kernel.matrices(problem, config)
             },
         }
 

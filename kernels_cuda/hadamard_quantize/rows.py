@@ -7,8 +7,6 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
@@ -21,6 +19,7 @@ from jetfire.kernels_cuda.hadamard_rows import (
     RowsConfig,
     RowsKernel,
     access_of,
+    constants,
     idle,
     registers,
 )
@@ -55,70 +54,12 @@ def matrices_of(
     return tuple(found)
 
 
-def contiguous(problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices:
-    """Return the matrices of contiguous tensors of the problem's dtype, at multiples of 16."""
-    kinds = {"q": "nibbles", "wide": "bytes"} | ({"dx": "bytes"} if problem.out == "int8" else {})
-    pairs = [(name, kinds.get(name, problem.dtype)) for name in _names(problem)]
-    return tuple(
-        (name, Matrix(kind, access_of(problem.n, kind, config.elements))) for name, kind in pairs
-    )
-
-
 def _names(problem: HadamardQuantizeProblem) -> list[str]:
     """List the matrices that a launch reads and writes."""
     if problem.mode == "bwd":
         return ["dx_hat", problem.clipped_by, "dx"]
     codes = {"packed": ["q"], "wide": ["wide"], "both": ["q", "wide"]}
     return ["x", *codes[problem.layout]]
-
-
-def program(problem: HadamardQuantizeProblem, config: RowsConfig, matrices: Matrices) -> Program:
-    """Return the function for matrices of some alignment; all shapes may have the same."""
-    factor = np.float32(problem.group**-0.5).view(np.int32)
-    constants: dict[str, bool | int] = {
-        "GROUP": problem.group,
-        "FACTOR_BITS": int(factor),
-        "ELEMENTS": config.elements,
-        "CHUNKS": config.chunks,
-        "LANES": config.lanes,
-        "WARPS": config.warps,
-        # Bytes that lie anywhere take registers to put in place.
-        "BLOCKS": config.blocks if min(x.access for _, x in matrices) >= 4 else 1,
-        "PREFETCH": config.prefetch,
-    }
-    found = dict(matrices)
-    none = Matrix("bf16", 1)
-    x = found.get("x", none)
-    constants |= {"X_TYPE": TYPES[x.kind]}
-    if problem.mode == "bwd":
-        given = found[problem.clipped_by]
-        source = BACKWARD
-        constants |= {
-            "GIVEN_X": problem.given == "x",
-            "GIVEN_BITS": given.bits,
-            "GIVEN_BYTES": given.access,
-            "GATHERED": problem.gathered,
-            "G_TYPE": TYPES[found["dx_hat"].kind],
-            "G_BYTES": found["dx_hat"].access,
-            "DX_TYPE": TYPES[problem.dtype if problem.out == "int8" else found["dx"].kind],
-            "DX_BYTES": found["dx"].access,
-        }
-        if problem.out == "int8":
-            source = BACKWARD_CODES
-            constants |= {
-                "OUT_BLOCK": problem.out_block,
-                "STOCHASTIC": problem.rounding == "stochastic",
-            }
-    else:
-        source = FORWARD
-        constants |= {
-            "X_BYTES": x.access,
-            "PACKED": "q" in found,
-            "PACKED_BYTES": found.get("q", none).access,
-            "WIDE": "wide" in found,
-            "WIDE_BYTES": found.get("wide", none).access,
-        }
-    return Program(source, header(constants), 0, config.warps)
 
 
 def _of_codes(problem: HadamardQuantizeProblem, config: RowsConfig) -> int:
@@ -222,13 +163,49 @@ class RowsHadamardQuantize(RowsKernel):
         )
         return next(x for x in fitting if self.needed_registers(problem, x) <= registers(x))
 
+    def matrices(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> Matrices:
+        kinds = {"q": "nibbles", "wide": "bytes"}
+        kinds |= {"dx": "bytes"} if problem.out == "int8" else {}
+        pairs = [(name, kinds.get(name, problem.dtype)) for name in _names(problem)]
+        return tuple(
+            (name, Matrix(kind, access_of(problem.n, kind, config.elements)))
+            for name, kind in pairs
+        )
+
     def program(
         self, problem: HadamardQuantizeProblem, config: RowsConfig, access: Matrices
     ) -> Program:
-        return program(problem, config, access)
-
-    def programs(self, problem: HadamardQuantizeProblem, config: RowsConfig) -> list[Program]:
-        return [program(problem, config, contiguous(problem, config))]
+        found, none = dict(access), Matrix("bf16", 1)
+        x = found.get("x", none)
+        aligned = min(matrix.access for matrix in found.values()) >= 4
+        values = {**constants(problem, config, aligned), "X_TYPE": TYPES[x.kind]}
+        if problem.mode == "fwd":
+            values |= {
+                "X_BYTES": x.access,
+                "PACKED": "q" in found,
+                "PACKED_BYTES": found.get("q", none).access,
+                "WIDE": "wide" in found,
+                "WIDE_BYTES": found.get("wide", none).access,
+            }
+            return Program(FORWARD, header(values), 0, config.warps)
+        given = found[problem.clipped_by]
+        values |= {
+            "GIVEN_X": problem.given == "x",
+            "GIVEN_BITS": given.bits,
+            "GIVEN_BYTES": given.access,
+            "GATHERED": problem.gathered,
+            "G_TYPE": TYPES[found["dx_hat"].kind],
+            "G_BYTES": found["dx_hat"].access,
+            "DX_TYPE": TYPES[problem.dtype if problem.out == "int8" else found["dx"].kind],
+            "DX_BYTES": found["dx"].access,
+        }
+        if problem.out != "int8":
+            return Program(BACKWARD, header(values), 0, config.warps)
+        values |= {
+            "OUT_BLOCK": problem.out_block,
+            "STOCHASTIC": problem.rounding == "stochastic",
+        }
+        return Program(BACKWARD_CODES, header(values), 0, config.warps)
 
     def launch(
         self,

@@ -11,8 +11,6 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jetfire.core.device import Device
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.core.workspace import counters
@@ -24,14 +22,13 @@ from jetfire.kernels_cuda.hadamard_rows import (
     RowsConfig,
     RowsKernel,
     access_of,
+    constants,
     idle,
     registers,
 )
 from jetfire.kernels_cuda.program import Program
 
 if TYPE_CHECKING:
-    import torch
-
     from jetfire.ops.hadamard_quantize_codes import HadamardQuantizeCodesProblem
 
 SOURCE = Path(__file__).parent / "forward_codes.cu"
@@ -41,47 +38,6 @@ KINDS = {"q": "bytes", "packed": "nibbles", "wide": "bytes"}
 def _names(problem: HadamardQuantizeCodesProblem) -> list[str]:
     """List the matrices that a launch reads and writes."""
     return ["q", *(("packed", "wide") if problem.layout == "both" else (problem.layout,))]
-
-
-def contiguous(problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> Matrices:
-    """Return the matrices of contiguous tensors at multiples of 16."""
-    return tuple(
-        (name, Matrix(KINDS[name], access_of(problem.n, KINDS[name], config.elements)))
-        for name in _names(problem)
-    )
-
-
-def matrices_of(
-    problem: HadamardQuantizeCodesProblem, config: RowsConfig, q: torch.Tensor
-) -> Matrices:
-    """Return a launch's matrices: outputs are new."""
-    access = access_of(problem.n, "bytes", config.elements, q.data_ptr(), q.stride(0))
-    return (("q", Matrix("bytes", access)), *contiguous(problem, config)[1:])
-
-
-def program(
-    problem: HadamardQuantizeCodesProblem, config: RowsConfig, matrices: Matrices
-) -> Program:
-    """Return the function for matrices of some alignment; all shapes may have the same."""
-    found, none = dict(matrices), Matrix("bytes", 1)
-    constants: dict[str, bool | int] = {
-        "BLOCK": problem.block,
-        "GROUP": problem.group,
-        "FACTOR_BITS": int(np.float32(problem.group**-0.5).view(np.int32)),
-        "ELEMENTS": config.elements,
-        "CHUNKS": config.chunks,
-        "LANES": config.lanes,
-        "WARPS": config.warps,
-        # Bytes that lie anywhere take registers to put in place.
-        "BLOCKS": config.blocks if found["q"].access == min(16, config.elements) else 1,
-        "PREFETCH": config.prefetch,
-        "X_BYTES": found["q"].access,
-        "PACKED": "packed" in found,
-        "PACKED_BYTES": found.get("packed", none).access,
-        "WIDE": "wide" in found,
-        "WIDE_BYTES": found.get("wide", none).access,
-    }
-    return Program(SOURCE, header(constants), 0, config.warps)
 
 
 class RowsHadamardQuantizeCodes(RowsKernel):
@@ -108,13 +64,27 @@ class RowsHadamardQuantizeCodes(RowsKernel):
         fitting = (dataclasses.replace(shape, blocks=blocks) for blocks in (4, 3, 2))
         return next(x for x in fitting if self.needed_registers(problem, x) <= registers(x))
 
+    def matrices(self, problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> Matrices:
+        return tuple(
+            (name, Matrix(KINDS[name], access_of(problem.n, KINDS[name], config.elements)))
+            for name in _names(problem)
+        )
+
     def program(
         self, problem: HadamardQuantizeCodesProblem, config: RowsConfig, access: Matrices
     ) -> Program:
-        return program(problem, config, access)
-
-    def programs(self, problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> list[Program]:
-        return [program(problem, config, contiguous(problem, config))]
+        found, none = dict(access), Matrix("bytes", 1)
+        aligned = found["q"].access == min(16, config.elements)
+        values: dict[str, bool | int] = {
+            "BLOCK": problem.block,
+            **constants(problem, config, aligned),
+            "X_BYTES": found["q"].access,
+            "PACKED": "packed" in found,
+            "PACKED_BYTES": found.get("packed", none).access,
+            "WIDE": "wide" in found,
+            "WIDE_BYTES": found.get("wide", none).access,
+        }
+        return Program(SOURCE, header(values), 0, config.warps)
 
     def launch(
         self,
@@ -124,7 +94,8 @@ class RowsHadamardQuantizeCodes(RowsKernel):
         outputs: Tensors,
     ) -> None:
         q = inputs["q"]
-        matrices = matrices_of(problem, config, q)
+        access = access_of(problem.n, "bytes", config.elements, q.data_ptr(), q.stride(0))
+        matrices = ("q", Matrix("bytes", access)), *self.matrices(problem, config)[1:]  # new ones
         content = _arguments(problem, inputs, outputs)
         blocks = ceil_div(problem.m, config.rows)
         self.run(problem, config, matrices, Device.of(q), blocks, content)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.host import Host
 from jetfire.kernels_cuda import hadamard_quantize_codes, hadamard_rows_host
-from jetfire.kernels_cuda.hadamard_rows import Matrices, RowsConfig
+from jetfire.kernels_cuda.hadamard_rows import RowsConfig
 from jetfire.kernels_cuda.hadamard_rows_host import WIDE, packed
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ class HadamardQuantizeCodesHost(hadamard_rows_host.RowsHost):
     template = "hadamard_quantize_codes/rows.j2"
     notes: ClassVar[Mapping[str, str]] = NOTES
     aligned = ("q", "packed", "wide")
-
-    def matrices(self, problem: HadamardQuantizeCodesProblem, config: RowsConfig) -> Matrices:
-        return hadamard_quantize_codes.contiguous(problem, config)
 
     def argument_bytes(self, problem: HadamardQuantizeCodesProblem) -> int:
         return 88
