@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jetfire.core.errors import UsageError, unknown
+from jetfire.core.problem import value_text
 
 MOST_KEYS, MOST_BYTES = 100, 1 << 16
 # How a command speaks is said where it is called.
@@ -124,4 +125,4 @@ def _texts(where: str, value: Any) -> list[str]:
     parts = value if isinstance(value, list) else [value]
     if any(isinstance(part, dict | list) for part in parts):
         raise UsageError(f"{where}: expected text, a number or a list of these")
-    return [str(part).lower() if isinstance(part, bool) else str(part) for part in parts]
+    return list(map(value_text, parts))

@@ -12,7 +12,7 @@ from jetfire.core.device import SHARED_KIB, Device, target_device
 from jetfire.core.errors import JetfireWarning, UsageError
 from jetfire.core.kernel import Kernel
 from jetfire.core.op import Check, Op
-from jetfire.core.problem import Problem
+from jetfire.core.problem import Problem, value_text
 from jetfire.core.tensors import Tensors, alias, changed
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def command_for(op: Op, problem: Any) -> str:
         plain = {"mode": mode, **options}
     for name, value in fields.items():
         if name not in plain or value != plain[name]:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            words += ["--set", f"{name}={text}"]
+            words += ["--set", f"{name}={value_text(value)}"]
     for file in loaded.files():
         words += ["--load", str(file)]
     return shlex.join(words)

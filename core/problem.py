@@ -141,6 +141,11 @@ class Problem:
         return " ".join(f"{name}={value}" for name, value in self.as_dict().items())
 
 
+def value_text(value: Any) -> str:
+    """Return a field's value as it is given: true and false, not Python's names of them."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def written_block(problem: Any) -> int:
     """Return the block of the codes that a problem has written; `block` where it has one alone."""
     return int(problem.out_block if hasattr(problem, "out_block") else problem.block)

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from jetfire.core.problem import value_text
+
 WIDTH = 100
 _fill = partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
 
@@ -17,9 +19,7 @@ def capital(text: str) -> str:
 
 def fields(values: Mapping[str, object]) -> str:
     """Names and values in prose: ``block=128, bias=false``."""
-    return ", ".join(
-        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()
-    )
+    return ", ".join(f"{name}={value_text(value)}" for name, value in values.items())
 
 
 def hang(start: str, items: Sequence[str], end: str) -> str:

@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 from jetfire.core import schema, terminal
 from jetfire.core.errors import UsageError
 from jetfire.core.files import MIB, Unreadable
+from jetfire.core.problem import value_text
 from jetfire.core.schema import Count, Fields, Line, Name, NotNegative, Plain, Text, also, most
 
 SCHEMA = 1
@@ -400,7 +401,7 @@ def _flat(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_plain(value)}" for name, value in problem.items())
+    return " ".join(f"{name}={value_text(value)}" for name, value in problem.items())
 
 
 def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
@@ -414,7 +415,3 @@ def shape_text(problem: Mapping[str, Any], fields: Iterable[str]) -> str:
 def blocks_text(problem: Mapping[str, Any]) -> str:
     """Return ``128``, or ``128→32`` where the codes that are written have another block."""
     return "→".join(str(problem[name]) for name in ("block", "out_block") if name in problem)
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

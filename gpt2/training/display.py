@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -17,10 +17,10 @@ from jetfire.report.text import plural, scaled, time_text
 
 if TYPE_CHECKING:
     from jetfire.core.device import Device
+    from jetfire.gpt2.training.log import Record
     from jetfire.gpt2.training.runs import Run
     from jetfire.gpt2.training.state import Trained
 
-Record = dict[str, Any]
 TOKENS = (("M tokens/s", 1e6), ("k tokens/s", 1e3), ("tokens/s", 1.0))
 # Seconds between lines where there is no terminal.
 _PAUSE = 2.0
@@ -118,11 +118,11 @@ class RunSummary:
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
-        self.readers: list[Callable[[dict[str, Any]], None]] = []
+        self.readers: list[Callable[[Record], None]] = []
         self.first: float | None = None
-        self.records: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, Record] = {}
 
-    def __call__(self, record: dict[str, Any]) -> None:
+    def __call__(self, record: Record) -> None:
         if record["kind"] == "step" and self.first is None:
             self.first = record["loss"]
         self.records[record["kind"]] = record

@@ -12,15 +12,14 @@ import secrets
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from typing_extensions import TypedDict
 
 from jetfire.core import files, schema, terminal
 from jetfire.core.errors import JetfireError, JetfireWarning, UsageError
+from jetfire.gpt2.training.log import Record
 from jetfire.gpt2.training.runs import Run
 
-Record = dict[str, Any]
 TENSORBOARD, WANDB = "tensorboard", "wandb.json"  # in the run's folder
 
 

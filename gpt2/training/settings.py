@@ -15,6 +15,7 @@ from pydantic import Field
 from jetfire.core import schema
 from jetfire.core.errors import UsageError, unknown
 from jetfire.core.files import Unreadable
+from jetfire.core.problem import value_text
 from jetfire.gpt2.model.shape import (
     SHAPES,
     Context,
@@ -173,7 +174,7 @@ class Settings:
         shape = self.shape(1)
         for one in dataclasses.fields(LlamaShape):
             if not hasattr(shape, one.name) and (value := getattr(self, one.name)) != one.default:
-                given = f"{one.name}={_text(value)}"
+                given = f"{one.name}={value_text(value)}"
                 raise UsageError(f"{given} with family={self.family}: expected family=llama")
         shape.check(self.precision)
         self._check_weights()
@@ -275,7 +276,7 @@ def _value(name: str, given: Any) -> Any:
         raise unknown(f"no setting {name!r}", name, types)
     annotation, _ = types[name]
     # A word may be yes or no in JSON, as checkpoints had it once.
-    text = _text(given)
+    text = value_text(given)
     if get_origin(annotation) is Literal:
         if text in get_args(annotation):
             return text
@@ -299,13 +300,8 @@ def _wrong(name: str, given: Any, expected: str) -> UsageError:
     return UsageError(f"{name}={_shown(given)}: expected {expected}")
 
 
-def _text(value: Any) -> str:
-    """Return a setting as it is given: true and false, not Python's names of them."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _shown(given: Any) -> str:
-    text = _text(given)
+    text = value_text(given)
     return text if text.isprintable() and len(text) <= 100 else ascii(text)[:100]
 
 
@@ -448,7 +444,7 @@ def resumed(
     before["accumulate"] = micros // processes
     for name, value in asked.items():
         if name not in CHANGEABLE and name in before and before[name] != value:
-            asked_for, begun = f"{name}={_text(value)}", f"{name}={_text(before[name])}"
+            asked_for, begun = f"{name}={value_text(value)}", f"{name}={value_text(before[name])}"
             raise UsageError(
                 f"--resume {asked_for}: {run} was begun with {begun}; "
                 f"leave it out, or begin another run with --init {run}"

@@ -20,12 +20,11 @@ from jetfire.gpt2.model.language_model import LanguageModel, check_fits
 from jetfire.gpt2.model.outliers import plant
 from jetfire.gpt2.training import checkpoint, graph, parallel, utilisation
 from jetfire.gpt2.training.checkpoint import MODEL, Best, Checkpoint, State
+from jetfire.gpt2.training.log import Record
 from jetfire.gpt2.training.parallel import ALONE, Group
 from jetfire.gpt2.training.runs import Run
 from jetfire.gpt2.training.settings import Settings
 from jetfire.gpt2.training.step import Micro, Step, autocast
-
-Record = dict[str, Any]
 
 
 def build(settings: Settings, vocabulary: int, device: Device) -> LanguageModel:
