@@ -18,7 +18,7 @@ from jetfire.nn.recipes import get as recipe_by_name
 OP = "model_step"
 SET = ("run", "parallel", "unit", "adapters")  # what a bench's `--set` says beside sizes
 # What `convert` replaces has one block: `int8` and `int8-block128` are the same.
-RECIPES = ("int8",)
+USUAL = ("int8",)
 # Ends the name of a recipe whose layers are not only converted, but their blocks fused.
 FUSED = "-fused"
 REDUCE_OVERHEAD, GRAPH = "reduce_overhead", "graph"
@@ -105,7 +105,7 @@ def recipes_named(given: Sequence[str]) -> list[str]:
     Raises:
         UsageError: one is none.
     """
-    names = list(dict.fromkeys(given or RECIPES))
+    names = list(dict.fromkeys(given or USUAL))
     known = [*MEASURED, *(name + FUSED for name in INT8)]
     for name in names:
         if name not in known:

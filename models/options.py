@@ -11,7 +11,7 @@ from jetfire.gpt2.training import settings
 from jetfire.models import sources
 from jetfire.models.cases import run_of
 
-RECIPES = ("int8-block32", "int8-block64", "int8-block128")
+ADVISED = ("int8-block32", "int8-block64", "int8-block128")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AdviseOptions:
 
     model: str
     settings: Sequence[str] = ()
-    recipes: Sequence[str] = RECIPES
+    recipes: Sequence[str] = ADVISED
     data: Path | None = None
     sqnr: bool = True
     least: float = 20.0
@@ -45,8 +45,8 @@ def check(asked: AdviseOptions) -> None:
         UsageError: it says what is accepted.
     """
     for name in asked.recipes:
-        if name not in RECIPES:
-            raise unknown(f"--recipe {name}", name, RECIPES)
+        if name not in ADVISED:
+            raise unknown(f"--recipe {name}", name, ADVISED)
     _, changes = run_of(settings.split(asked.settings))
     sources.parse(asked.model, changes, presets=True)
     if asked.data is not None and not asked.data.is_dir():

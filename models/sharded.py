@@ -16,7 +16,7 @@ from jetfire.gpt2.training.parallel import Group, equalise
 from jetfire.models.cases import ModelCase
 from jetfire.models.subject import ModelSubject
 from jetfire.nn import AdamW, gather_codes
-from jetfire.nn.conversion import blocks_of
+from jetfire.nn.conversion import transformer_blocks
 from jetfire.nn.products import own_part
 
 # As torch's users have it; reduced in fp32, as the gradients of INT8 weights are.
@@ -44,7 +44,7 @@ class ShardedSubject(ModelSubject):
 
     def _prepared(self) -> Callable[..., object]:
         equalise(self.model, self.group)
-        blocks = list(blocks_of(self.model).values())
+        blocks = list(transformer_blocks(self.model).values())
         if self.variant.compiled:
             for block in blocks:
                 block.compile()

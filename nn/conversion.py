@@ -177,7 +177,7 @@ def _skipped(
     return {name for name in names if any(f"{name}.".startswith(f"{root}.") for root in roots)}
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+def transformer_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's blocks by name: the modules of the longest list; empty where it has none."""
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():  # outer ones first: experts of a layer are no blocks
@@ -190,7 +190,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _ends(model: nn.Module) -> dict[str, str]:
     """Return the names of the first and the last block."""
-    names = list(blocks_of(model))
+    names = list(transformer_blocks(model))
     return {"first": names[0], "last": names[-1]} if names else {}
 
 

@@ -21,8 +21,7 @@ from jetfire.nn.embedding import TiedGradient
 from jetfire.nn.products import FLOATS, flat, keys_for_backward, times_weight, unflat
 from jetfire.ops import int8_cross_entropy_backward, int8_gemm, int8_quantize
 from jetfire.ops.cross_entropy import cross_entropy, cross_entropy_backward
-
-IGNORED = -100  # the label that `cross_entropy` gives a loss of 0
+from jetfire.reference.cross_entropy import IGNORED
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -246,7 +245,7 @@ def causal_lm_loss(
     labels: torch.Tensor | None,
     vocab_size: int,
     num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     shift_labels: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:

@@ -320,7 +320,7 @@ def test_without_a_gpu_it_says_what_rows_tell_and_no_more(capsys):
     for one in layers:
         assert (one["verdict"], one["bf16_ms"], one["fp8_ms"]) == ("unknown", None, None)
         assert "gemm m=64 " in " ".join(one["int8"]["int8-block64"]["missing"])
-        assert set(one["sqnr_db"]) == {*options.RECIPES, *sqnr.FP8}
+        assert set(one["sqnr_db"]) == {*options.ADVISED, *sqnr.FP8}
         assert all(20 < db < 60 for s in one["sqnr_db"].values() for db in s.values())
 
 

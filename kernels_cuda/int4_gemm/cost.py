@@ -42,12 +42,12 @@ SHARED_WAVES = 4
 def fastest(kernel: WgmmaKernel, problem: Int4GemmProblem, device: Device) -> WgmmaConfig:
     """Return the candidate that should be fastest; every call of a model asks."""
     price = functools.partial(estimate, problem, device=device)
-    found: WgmmaConfig = hopper.fastest(kernel, problem, device, _candidates(device), price)
+    found: WgmmaConfig = hopper.fastest(kernel, problem, device, _candidates(), price)
     return found
 
 
-@lru_cache(maxsize=8)
-def _candidates(device: Device) -> list[WgmmaConfig]:
+@functools.cache
+def _candidates() -> list[WgmmaConfig]:
     """Return every tile, with the deepest ring that fits, and every split of K."""
     found = []
     for groups, rows, tile_n, cluster_m, cluster_n in TILES:
