@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jetfire.core.device import Device
+from jetfire.core.errors import UsageError
 from jetfire.core.kernel import Config, PythonKernel
 from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, with_transpose
@@ -41,6 +42,25 @@ class TorchKernel(PythonKernel):
 
     def results(self, problem: Any, config: NoConfig, inputs: Tensors) -> Tensors:
         return self.compute(problem, inputs)
+
+
+class InPlaceKernel(TorchKernel):
+    """A kernel whose outputs hold what it updates, before it and after it."""
+
+    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
+        super().launch(problem, config, {**inputs, **outputs}, outputs)
+
+
+def rate_and_step(inputs: Tensors) -> tuple[float, float]:
+    """Return an update's rate, and its count of steps.
+
+    Raises:
+        UsageError: the step is below 1. A step on a GPU is not read here, and gives NaN.
+    """
+    rate, step = float(inputs["rate"]), float(inputs["step"])
+    if not step >= 1:
+        raise UsageError(f"step={step:g}: expected at least 1, for it counts this step too")
+    return rate, step
 
 
 def integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors, with_transpose
-from jetfire.kernels_cpu.common import NoConfig, TorchKernel
+from jetfire.kernels_cpu.common import InPlaceKernel, rate_and_step
 from jetfire.reference.adamw import rounded
 from jetfire.reference.quantize import quantize
 
@@ -18,13 +17,8 @@ _STATE = ("param", "exp_avg", "exp_avg_sq")
 _PART = 2**16
 
 
-class TorchAdamw(TorchKernel):
+class TorchAdamw(InPlaceKernel):
     op = "adamw"
-
-    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
-        """Step in place: `outputs` hold the parameter and its moments before it and after it."""
-        before = {**inputs, **outputs}
-        super().launch(problem, config, before, outputs)
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
         if not (problem.guarded and bool(inputs["found_inf"] != 0)):
@@ -36,15 +30,9 @@ class TorchAdamw(TorchKernel):
 
 
 def _update(problem: Any, inputs: Tensors) -> None:
-    """Make the step in place, of some rows after others.
-
-    Raises:
-        UsageError: the step is below 1. A step on a GPU is not read here, and gives NaN.
-    """
+    """Make the step in place, of some rows after others."""
     beta1, beta2 = rounded(problem.beta1), rounded(problem.beta2)
-    rate, step = float(inputs["rate"]), float(inputs["step"])
-    if not step >= 1:
-        raise UsageError(f"step={step:g}: expected at least 1, for it counts this step too")
+    rate, step = rate_and_step(inputs)
     rows = max(1, _PART * torch.get_num_threads() // problem.n)
     parts = (inputs[name].split(rows) for name in (*_STATE, "grad"))
     for p, m, v, g in zip(*parts, strict=True):

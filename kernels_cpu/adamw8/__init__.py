@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors, with_transpose
-from jetfire.kernels_cpu.common import NoConfig, TorchKernel
+from jetfire.kernels_cpu.common import InPlaceKernel, rate_and_step
 from jetfire.reference.adamw import rounded
 from jetfire.reference.adamw8 import (
     first_codes,
@@ -21,12 +20,8 @@ from jetfire.reference.quantize import quantize
 _STATE = ("param", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 
 
-class TorchAdamw8(TorchKernel):
+class TorchAdamw8(InPlaceKernel):
     op = "adamw8"
-
-    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
-        """Step in place: `outputs` hold the parameter and its moments before it and after it."""
-        super().launch(problem, config, {**inputs, **outputs}, outputs)
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
         new = {name: inputs[name] for name in _STATE}
@@ -38,14 +33,8 @@ class TorchAdamw8(TorchKernel):
 
 
 def _updated(problem: Any, inputs: Tensors) -> Tensors:
-    """Return the parameter, and codes and scales of its moments, after the step.
-
-    Raises:
-        UsageError: the step is below 1. A step on a GPU is not read here, and gives NaN.
-    """
-    rate, step = float(inputs["rate"]), float(inputs["step"])
-    if not step >= 1:
-        raise UsageError(f"step={step:g}: expected at least 1, for it counts this step too")
+    """Return the parameter, and codes and scales of its moments, after the step."""
+    rate, step = rate_and_step(inputs)
     m, v = moments(
         first_values(inputs["exp_avg"], inputs["exp_avg_scale"]),
         second_values(inputs["exp_avg_sq"], inputs["exp_avg_sq_scale"]),

@@ -6,15 +6,11 @@ from typing import Any
 
 from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors
-from jetfire.kernels_cpu.common import NoConfig, TorchKernel
+from jetfire.kernels_cpu.common import InPlaceKernel
 
 
-class TorchAddRows(TorchKernel):
+class TorchAddRows(InPlaceKernel):
     op = "add_rows"
-
-    def launch(self, problem: Any, config: NoConfig, inputs: Tensors, outputs: Tensors) -> None:
-        """Add in place: `outputs` hold the table before it and after it."""
-        super().launch(problem, config, {**inputs, **outputs}, outputs)
 
     def compute(self, problem: Any, inputs: Tensors) -> Tensors:
         """Add rows to the table itself, in the positions' order, and return it.
