@@ -66,15 +66,7 @@ class Bf16Tiles(TilesKernel):
 
     def program(self, problem: Any, config: PartsConfig, access: Access) -> Program:
         shared = self.shared_bytes(problem, config)
-        constants: dict[str, bool | int] = {
-            "WARPS": config.warps,
-            "STAGES": config.stages,
-            "RESIDENT": config.resident,
-            "SHARED_BYTES": shared,
-            "BLOCK": problem.block,
-            "OUT_BLOCK": problem.block,
-        }
-        text = tiles.writes_header(problem, access, constants)
+        text = tiles.writes_header(problem, config, shared, access)
         return Program(self.source, text, shared, config.warps)
 
     def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:

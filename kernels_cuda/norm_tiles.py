@@ -92,18 +92,13 @@ def gradient_header(problem: Any, config: NormTilesConfig, access: Access, sums:
     """Write the constants of norm_gradient.cuh as a header."""
     # Addresses of bytes want registers: 128 per thread.
     resident = config.resident if access == WORDS else min(config.resident, 16 // config.warps)
-    constants: dict[str, bool | int] = {
-        "WARPS": config.warps,
-        "STAGES": config.stages,
-        "RESIDENT": resident,
-        "SHARED_BYTES": shared_bytes("gradient", config, sums),
-        "BLOCK": problem.block,
-        "OUT_BLOCK": problem.out_block,
+    own: dict[str, bool | int] = {
         "RESIDUAL": problem.residual,
         "WHOLE_LANES": problem.n % 8 == 0,
         "STREAM_ACCESS": access.stream,
     }
-    return tiles.writes_header(problem, access, constants)
+    shared = shared_bytes("gradient", config, sums)
+    return tiles.writes_header(problem, config, shared, access, own, resident)
 
 
 def accesses(problem: Any, inputs: Tensors | None = None, outputs: Tensors | None = None) -> Access:

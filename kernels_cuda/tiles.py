@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jetfire.core.device import SM_REGISTERS, Device
 from jetfire.core.kernel import Config
+from jetfire.core.problem import written_block
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_cuda import driver
 from jetfire.kernels_cuda.compile import header
@@ -97,15 +98,38 @@ def count(m: int, n: int) -> int:
 # --- constants and arguments ---------------------------------------------------------------------
 
 
-def writes_header(problem: Any, access: Access, constants: Mapping[str, bool | int]) -> str:
-    """Write a header of a kernel's constants, and of those that tile_codes.cuh takes besides."""
+def writes_header(
+    problem: Any,
+    config: Any,
+    shared: int,
+    access: Access,
+    own: Mapping[str, bool | int] | None = None,
+    resident: int | None = None,
+) -> str:
+    """Write a header of the constants that tiles.cuh and tile_codes.cuh take.
+
+    Args:
+        shared: a block's shared memory in bytes.
+        own: constants that the kernel has besides.
+        resident: blocks per multiprocessor, where these are not the config's.
+    """
+    constants: dict[str, bool | int] = {
+        "WARPS": config.warps,
+        "STAGES": config.stages,
+        "RESIDENT": config.resident if resident is None else resident,
+        "SHARED_BYTES": shared,
+        "BLOCK": problem.block,
+        "OUT_BLOCK": written_block(problem),
+    }
     written: dict[str, bool | int] = {
         "STOCHASTIC": problem.rounding == "stochastic",
         "WRITES_Q": problem.layout != "qt",
         "WRITES_QT": problem.layout != "q",
         "TMA": access.tma,
     }
-    return header({**constants, **written, "Q_ACCESS": access.q, "QT_ACCESS": access.qt})
+    return header(
+        {**constants, **(own or {}), **written, "Q_ACCESS": access.q, "QT_ACCESS": access.qt}
+    )
 
 
 def in_boxes(places: Sequence[int]) -> bool:

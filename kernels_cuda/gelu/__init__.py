@@ -61,17 +61,8 @@ class GeluTiles(TilesKernel):
 
     def program(self, problem: Any, config: PartsConfig, access: Access) -> Program:
         shared = self.shared_bytes(problem, config)
-        constants: dict[str, bool | int] = {
-            "WARPS": config.warps,
-            "STAGES": config.stages,
-            "RESIDENT": config.resident,
-            "SHARED_BYTES": shared,
-            "BLOCK": problem.block,
-            "OUT_BLOCK": problem.out_block,
-            "BACKWARD": problem.mode == "bwd",
-            "ERF": problem.approximate == "erf",
-        }
-        text = tiles.writes_header(problem, access, constants)
+        own = {"BACKWARD": problem.mode == "bwd", "ERF": problem.approximate == "erf"}
+        text = tiles.writes_header(problem, config, shared, access, own)
         return Program(SOURCE, text, shared, config.warps)
 
     def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:

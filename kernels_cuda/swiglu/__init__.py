@@ -94,17 +94,8 @@ class SwigluTiles(TilesKernel):
         shared = self.shared_bytes(problem, config)
         # Addresses of bytes want registers.
         resident = config.resident if access == WORDS else 1
-        constants: dict[str, bool | int] = {
-            "WARPS": config.warps,
-            "STAGES": config.stages,
-            "RESIDENT": resident,
-            "SHARED_BYTES": shared,
-            "BLOCK": problem.block,
-            "OUT_BLOCK": problem.out_block,
-            "BACKWARD": problem.mode == "bwd",
-            "LOOKED_UP": config.looked_up,
-        }
-        text = tiles.writes_header(problem, access, constants)
+        own = {"BACKWARD": problem.mode == "bwd", "LOOKED_UP": config.looked_up}
+        text = tiles.writes_header(problem, config, shared, access, own, resident)
         return Program(SOURCE, text, shared, config.warps)
 
     def arguments(self, problem: Any, inputs: Tensors, outputs: Tensors, access: Access) -> bytes:
