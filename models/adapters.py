@@ -7,7 +7,8 @@ import warnings
 import torch
 from torch import nn
 
-from jetfire.core.errors import UsageError, not_installed
+from jetfire.core.errors import not_installed
+from jetfire.gpt2.bench.subjects import RecipeError
 from jetfire.models.cases import ModelCase, recipe_of
 from jetfire.nn import convert
 
@@ -23,7 +24,8 @@ def adapted(model: nn.Module, case: ModelCase, recipe: str | None) -> nn.Module:
         recipe: by which these layers' weights are codes alone; None leaves them in BF16.
 
     Raises:
-        UsageError: peft is not installed, or there is no layer to convert.
+        UsageError: peft is not installed.
+        RecipeError: there is no layer to convert.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -31,7 +33,7 @@ def adapted(model: nn.Module, case: ModelCase, recipe: str | None) -> nn.Module:
         raise not_installed("peft", "hf") from None
     model.to(torch.bfloat16)
     if recipe and not convert(model, recipe_of(recipe), frozen=True).converted:
-        raise UsageError(f"{case.source.name} has no linear layer that {recipe} converts")
+        raise RecipeError(f"{case.source.name} has no linear layer that {recipe} converts")
     config = LoraConfig(r=case.adapters, target_modules=list(case.layers), init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, of a Conv1D's layout and of transformers' names

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jetfire.core.errors import UsageError
-from jetfire.gpt2.bench.subjects import RATE, Subject, Tensors, in_fp8
+from jetfire.gpt2.bench.subjects import RATE, RecipeError, Subject, Tensors, in_fp8
 from jetfire.gpt2.model.tensors import whole
 from jetfire.gpt2.training.step import autocast
 from jetfire.measure.peers import COMPILES
@@ -30,7 +29,7 @@ class ModelSubject(Subject):
         name: a recipe or a peer.
 
     Raises:
-        UsageError: there is no linear layer to convert.
+        RecipeError: there is no linear layer to convert, or no block to fuse.
     """
 
     captures = False  # a step is run as torch runs it
@@ -124,15 +123,15 @@ def _convert(model: nn.Module, name: str, whose: str) -> None:
     """Convert a model to a recipe, and fuse its blocks where the name says so.
 
     Raises:
-        UsageError: it has no such layer, or no such block.
+        RecipeError: it has no such layer, or no such block.
     """
     fused = name.endswith(FUSED)
     report = convert(model, recipe_of(name), fused=fused)
     if not report.converted:
-        raise UsageError(f"{whose} has no linear layer that {name} converts")
+        raise RecipeError(f"{whose} has no linear layer that {name} converts")
     if fused and not report.fused:
         reason = next(iter(report.single.values()), "it has none of transformers' blocks")
-        raise UsageError(f"{whose} with {name}: no block is fused: {reason}")
+        raise RecipeError(f"{whose} with {name}: no block is fused: {reason}")
 
 
 def _gradients(model: nn.Module) -> Tensors:

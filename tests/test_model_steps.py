@@ -216,6 +216,21 @@ def test_a_module_may_draw_as_it_is_imported(own):
     assert torch.equal(ours.body[0].weight, theirs.body[0].weight)
 
 
+def test_a_recipe_that_fails_is_wrong_all_the_same(monkeypatch):
+    """What a step refuses is no recipe that cannot be applied: it may be a fault of ours."""
+
+    class Refusing(ModelSubject):
+        def first(self):
+            if self.recipe:
+                raise UsageError("rows=3: expected a multiple of 4")
+            return super().first()
+
+    monkeypatch.setattr(bench, "ModelSubject", Refusing)
+    (row, _), _ = measure("hf:gpt2-124m", TINY)
+    assert (row.kernel, row.ok) == ("int8", False)
+    assert "rows=3" in row.error
+
+
 def test_the_gradients_compared_are_of_the_ends():
     case = bench.case_of("hf:gpt2-124m", words({**TINY, "layers": "3"}), ["int8"], CPU)
     names = ModelSubject(case, EAGER, HERE, 0).first().keys()

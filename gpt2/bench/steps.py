@@ -50,7 +50,7 @@ from jetfire.gpt2.bench.cases import (
     peers_of,
     problem_of,
 )
-from jetfire.gpt2.bench.subjects import Probe, Subject, Tensors, maker, probe
+from jetfire.gpt2.bench.subjects import Probe, RecipeError, Subject, Tensors, maker, probe
 from jetfire.gpt2.training import settings
 from jetfire.measure import timer
 from jetfire.measure.nvml import Nvml
@@ -295,7 +295,7 @@ class TrainingBench:
         subjects: dict[str, Subject] = {}
         probes: dict[str, Probe] = {}
         rows: dict[str, Row] = {}
-        refused: list[UsageError] = []
+        refused: list[RecipeError] = []
         # Peers last: what a process does once counts for the first recipe's first step.
         for name in (*case.recipes, *self._peers_of(case)):
             role = "peer" if name in self.variants else "kernel"
@@ -308,7 +308,7 @@ class TrainingBench:
                 if name == EAGER:
                     raise
                 self._failed(case, name, error)
-                if role == "kernel" and isinstance(error, UsageError):
+                if isinstance(error, RecipeError):
                     refused.append(error)
                 elif role == "kernel" and not isinstance(error, torch.OutOfMemoryError):
                     rows[name] = replace(row, ok=False, error=first_line(error))
@@ -348,7 +348,7 @@ class TrainingBench:
     def _failed(self, case: TrainingWork, name: str, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
-        reason = str(error) if isinstance(error, UsageError) else first_line(error)
+        reason = str(error) if isinstance(error, RecipeError) else first_line(error)
         self.note(f"{case}: {name} left out: {reason}")
 
     def _maker(self, case: Any) -> Callable[[str], Callable[[], Subject]]:

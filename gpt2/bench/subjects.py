@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jetfire.core.errors import not_installed
+from jetfire.core.errors import UsageError, not_installed
 from jetfire.core.tensors import Tensors
 from jetfire.gpt2.bench.cases import (
     PEERS,
@@ -38,6 +38,10 @@ from jetfire.nn.flow import StreamBlock
 RATE = 1e-4  # of the timed steps: all of one batch, whose loss must fall
 _NEXT = 0.1  # from one step to the next a loss moves by less than this part of the first one
 _DRAWS = 0.2  # two calls, of other draws and orders of sums, differ by less of a gradient
+
+
+class RecipeError(UsageError):
+    """A model has nothing to which a recipe applies."""
 
 
 class Subject(ABC):
