@@ -6,11 +6,13 @@ import json
 import pkgutil
 import subprocess
 import sys
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
 
 from jetfire.cli import execute
+from jetfire.commands import options
 from jetfire.commands.completion import SCRIPTS
 from jetfire.core import registry
 
@@ -189,6 +191,17 @@ def test_kernels_that_are_not_named_as_usual_are_imported(monkeypatch, tmp_path)
     registry._declared.cache_clear()
     assert registry.kernel_names("gemm") == tuple(registry.kernels("gemm"))
     registry._declared.cache_clear()
+
+
+SOURCES = [name for name, one in vars(options).items() if name.isupper() and isfunction(one)]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_names_that_complete_an_option_are_found(name):
+    """A module or an attribute that is called otherwise now would leave it without completion."""
+    found = getattr(options, name)()
+    assert found
+    assert all(type(one) is str for one in found)
 
 
 def test_names_that_stand_apart_are_those_of_their_modules():

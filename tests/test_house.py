@@ -257,6 +257,18 @@ def test_no_two_classes_have_one_name():
     assert {name: sorted(where) for name, where in found.items() if len(where) > 1} == {}
 
 
+def test_what_checkers_see_of_the_layers_is_what_there_is():
+    from jetfire import nn
+
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree(ROOT / "nn" / "__init__.py"))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jetfire.nn.")
+        for alias in node.names
+    }
+    assert seen == {name: f"jetfire.nn.{module}" for name, module in nn._MODULES.items()}
+
+
 def test_the_layers_are_found_without_torch():
     code = """import sys
 from jetfire import nn

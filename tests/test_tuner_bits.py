@@ -1,7 +1,7 @@
 """`--bits same`, the digest of outputs, and `--max-noise`, at the bench that measures configs."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -49,6 +49,21 @@ class Rounding(Kernel):
 def bench(**options):
     job = Job(GEMM, Rounding(), PROBLEM, 0, "normal", False, (), **options)
     return Bench(job, CPU, begin=lambda: None)
+
+
+def test_a_peer_that_fails_is_left_out_with_its_reason(monkeypatch):
+    def fails():
+        raise RuntimeError("no such library\nat all")
+
+    monkeypatch.setattr(type(GEMM), "peers", lambda *_: {"cublas_bf16": fails})
+    asked = replace(bench().job, peers=("cublas_bf16", "int_mm"))
+    found = Bench(asked, CPU, begin=lambda: None).compare([RoundingConfig()], 0.0, 2, True)
+    assert list(found.left_out) == [
+        "peer int_mm: gemm has none of that name on cpu",
+        "peer cublas_bf16: RuntimeError: no such library",
+    ]
+    unasked = Bench(replace(asked, peers=None), CPU, begin=lambda: None)
+    assert not unasked.compare([RoundingConfig()], 0.0, 2, True).left_out  # the bench says why
 
 
 def test_a_config_of_other_bits_is_wrong_where_they_are_to_be_the_same():
