@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # KiB of shared memory per thread block, by architecture that kernels are compiled for.
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+# Their names, as `--arch` takes them.
 ARCHITECTURES = tuple(f"{major}{minor}" for major, minor in SHARED_KIB)
 SM_REGISTERS = 65536  # of 32 bits, from sm_80 to sm_100
 

@@ -405,7 +405,9 @@ def _replacement(module: Any, recipe: Recipe, frozen: bool, head: bool) -> nn.Mo
     """Return a layer over the parameters of another, with the attributes that others gave that."""
     new = _layer(module, recipe, frozen, head)
     for name, value in vars(module).items():
-        if not hasattr(new, name):  # a compiled layer's code, for one, is of the layer that it was
+        # Names that the new layer has are its own. One of them is a compiled layer's code: taken
+        # over, it would run the old layer.
+        if not hasattr(new, name):
             setattr(new, name, value)
     return new.train(module.training)
 

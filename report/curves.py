@@ -37,7 +37,7 @@ OFF_THE_SCALE = 20.0  # % of a last validation loss over the first run's
 RAW = 2  # curves with each step's own loss behind them; of more these hide each other
 LOSS = "loss, nats per token; dashed: validation"
 
-Points = tuple[list[int], list[float]]  # steps, and a value at each
+StepValues = tuple[list[int], list[float]]  # steps, and a value at each
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Curve:
             out.append(mean / weight)
         return out
 
-    def smooth_points(self) -> Points:
+    def smooth_points(self) -> StepValues:
         """`smooth` at no more than about POINTS steps, the last one among them."""
         stride = -(-len(self.steps) // POINTS)
         first = (len(self.steps) - 1) % stride
@@ -106,14 +106,14 @@ class CurveGroup:
         return cls(runs, Curve(text, steps, losses, evaluated, validation))
 
 
-def _aligned(series: Sequence[Points]) -> tuple[list[int], list[list[float]]]:
+def _aligned(series: Sequence[StepValues]) -> tuple[list[int], list[list[float]]]:
     """The steps that all have, and at each of them everyone's value."""
     at = [dict(zip(steps, values, strict=True)) for steps, values in series]
     shared = [step for step in series[0][0] if all(step in one for one in at)]
     return shared, [[one[step] for one in at] for step in shared]
 
 
-def _means(series: Sequence[Points]) -> Points:
+def _means(series: Sequence[StepValues]) -> StepValues:
     steps, columns = _aligned(series)
     return steps, [fmean(column) for column in columns]
 
@@ -123,7 +123,7 @@ def watched_of(groups: Sequence[CurveGroup]) -> list[WatchedRun]:
     return [run.watched for group in groups for run in group.runs if run.watched is not None]
 
 
-def apart(base: Curve, other: Curve) -> Points:
+def apart(base: Curve, other: Curve) -> StepValues:
     """Steps that both evaluated, and there the other's validation loss above the base's, in %."""
     known = dict(zip(base.evaluated, base.validation, strict=True))
     both = [(s, v) for s, v in zip(other.evaluated, other.validation, strict=True) if s in known]
@@ -235,7 +235,7 @@ def _differences(ax: Axes, base: Curve, group: CurveGroup, colour: str, marker: 
     _band(ax, [apart(base, run) for run in group.runs], colour)
 
 
-def _band(ax: Axes, series: Sequence[Points], colour: str) -> None:
+def _band(ax: Axes, series: Sequence[StepValues], colour: str) -> None:
     """From the lowest to the highest of several, where all of them have a value."""
     if len(series) > 1:
         steps, columns = _aligned(series)

@@ -119,7 +119,10 @@ class FittedTable:
         return found
 
     def _wanted(self, columns: Sequence[int]) -> list[int]:
-        """Return the least widths; of the first column also a title's words, but overlong ones."""
+        """Return the least widths, with room in the first column for the words of titles.
+
+        Words longer than `FOLDED` do not count: where they have no room, they break.
+        """
         first, *rest = self._least(columns)
         words = [word for line in self._lines if line.title for word in line.cells[0].plain.split()]
         return [max([first, *(n for n in map(_longest_word, words) if n <= FOLDED)]), *rest]
