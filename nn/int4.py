@@ -29,7 +29,7 @@ from jetfire.core.problem import Block, Codes, FloatName, Group, Layout
 from jetfire.core.tensors import Quantized, Quantized4
 from jetfire.nn.int4_gradient import KEYS, Rounded, Split, Whole, checked_tokens, float_of
 from jetfire.nn.linear import checked_conv1d, rows
-from jetfire.nn.made import MadeOfWeight, RenewedByMode, capturing, off_meta
+from jetfire.nn.made import MadeOfWeight, RenewedByMode, off_meta
 from jetfire.nn.products import FLOATS, Placed, checked_weight, keys_for_backward
 from jetfire.nn.recipes import DEFAULT, GRADIENT_BLOCK, Gradient, Int4, as_group
 from jetfire.ops import (
@@ -339,20 +339,20 @@ class _Int4Layer(RenewedByMode):
     def _search(self, x: Tensor) -> Group:
         """Return the group that a batch asks for, kept if this is training.
 
-        Processes that train together take the first one's. Nothing is kept of a batch that is zero
-        throughout or not finite: the next one is asked.
+        Processes that train together keep what the first one does. It keeps nothing of a batch
+        that is zero throughout or not finite: the next one is asked.
         """
         x = x[:: max(1, len(x) // _SEARCHED_ROWS)]
         group = hadamard.search_group(x)
-        if self.training and dist.is_available() and dist.is_initialized():
-            choice = torch.tensor(group, dtype=torch.int64, device=x.device)
-            dist.broadcast(choice, 0)
-            group = int(choice)
-        usable = x.any() & x.isfinite().all()
-        if self.training and not capturing(x) and bool(usable):
+        if not self.training:
+            return as_group(group)
+        kept = (x.any() & x.isfinite().all()) * group  # 0 keeps nothing
+        if dist.is_available() and dist.is_initialized():
+            dist.broadcast(kept, 0)
+        if int(kept):
             self.searched = off_meta(self.searched, x.device)
-            self.searched.fill_(group)
-            self._searched = as_group(group)
+            self.searched.fill_(kept)
+            self._searched = group = as_group(int(kept))
         return as_group(group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

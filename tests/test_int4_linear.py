@@ -556,30 +556,62 @@ def test_groups_are_searched_on_the_first_batch():
 
 
 class Ranks:
-    """Stands for torch.distributed in one process of two, whose peer searched a group of 4."""
+    """Stands for torch.distributed in one process of two; the first sends some groups in turn.
 
-    def __init__(self):
-        self.calls = []
+    Args:
+        groups: those of another process, 0 for none; None where this process is the first.
+    """
+
+    def __init__(self, *groups):
+        self.groups, self.sent = list(groups), []
 
     is_available = is_initialized = staticmethod(lambda: True)
 
     def broadcast(self, tensor, source):
         assert source == 0
-        self.calls.append("group")
-        tensor.fill_(4)
+        group = self.groups.pop(0)
+        self.sent.append(int(tensor) if group is None else tensor.fill_(group).item())
 
 
 @pytest.mark.parametrize("group", [16, "search"])
 def test_processes_share_a_group_that_is_searched(group, monkeypatch):
     layer, x = layer_of(64, 48, Int4(group)), outlying(40, 64)
-    monkeypatch.setattr(module_of_int4, "dist", Ranks())
+    monkeypatch.setattr(module_of_int4, "dist", Ranks(4))
     layer.eval()(x)
-    assert module_of_int4.dist.calls == []  # others may not be evaluating
+    assert module_of_int4.dist.sent == []  # others may not be evaluating
     layer.train()(x)
     layer(x)
     searched = group == "search"
-    assert module_of_int4.dist.calls == ["group"] * searched
+    assert module_of_int4.dist.sent == [4] * searched
     assert layer.group == (4 if searched else 16)
+
+
+@pytest.mark.parametrize("infinite", ["here", "there"])
+def test_processes_ask_again_together_where_the_first_one_s_batch_keeps_nothing(
+    infinite, monkeypatch
+):
+    """One process that asked alone would wait for the others without end."""
+    layer, x = layer_of(64, 48, Int4("search")), outlying(40, 64).detach()
+    first = x.clone()
+    first[0, 0] = torch.inf
+    monkeypatch.setattr(
+        module_of_int4, "dist", Ranks(None, None) if infinite == "here" else Ranks(0, 4)
+    )
+    layer(first if infinite == "here" else x)
+    assert layer.group is None
+    layer(x)
+    layer(x)
+    expected = hadamard.search_group(x) if infinite == "here" else 4
+    assert module_of_int4.dist.sent == [0, expected]
+    assert layer.group == expected
+
+
+def test_a_process_keeps_the_first_one_s_group_though_its_own_batch_is_not_finite(monkeypatch):
+    layer, x = layer_of(64, 48, Int4("search")), outlying(40, 64).detach()
+    x[0, 0] = torch.inf
+    monkeypatch.setattr(module_of_int4, "dist", Ranks(4))
+    layer(x)
+    assert layer.group == 4
 
 
 # When weights are quantised, state, copies
