@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -198,26 +198,34 @@ def _fuse(
     model: nn.Module, recipe: Recipe, skipped: set[str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Give blocks INT8 between their layers; return which, and why not of the others."""
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    }
     fused, single = [], {}
-    for name, module in model.named_modules():
-        kind = type(module)
-        if not any(base.__name__ == "GradientCheckpointingLayer" for base in kind.__mro__):
-            continue
+    for name, block in blocks.items():
+        kind = type(block)
         if name in skipped:
             single[name] = "asked to"
         elif recipe.flow is None:
             single[name] = f"recipe {recipe.name} has no flow"
-        elif kind.__module__.startswith("jetfire."):
+        elif _is_fused(block):
             single[name] = "fused already"
         elif (form := _form_of(kind)) is None:
             single[name] = f"{kind.__name__} has no such form"
-        elif (reason := form.why_not(module, recipe.flow)) is not None:
+        elif (reason := form.why_not(block, recipe.flow)) is not None:
             single[name] = reason
         else:
-            form.fuse(module, recipe.flow)
+            form.fuse(block, recipe.flow)
             fused.append(name)
-    _say_causal(model, fused)
+    _say_causal(model, [name for name, block in blocks.items() if _is_fused(block)])
     return tuple(fused), single
+
+
+def _is_fused(block: nn.Module) -> bool:
+    """Return whether a block is one that `_fuse` made."""
+    return type(block).__module__.startswith("jetfire.")
 
 
 def attend_causally(model: nn.Module) -> None:
@@ -227,7 +235,7 @@ def attend_causally(model: nn.Module) -> None:
     """
     known = [name for name, module in model.named_modules() if _form_of(type(module)) is not None]
     for name in known:
-        model.get_submodule(name).register_forward_pre_hook(unmasked, with_kwargs=True)
+        _before_forward(model.get_submodule(name), unmasked)
     _say_causal(model, known)
 
 
@@ -238,7 +246,13 @@ def _say_causal(model: nn.Module, blocks: Sequence[str]) -> None:
         if isinstance(module, nn.ModuleList) and own and set(own) <= set(blocks):
             owner = model.get_submodule(name.rpartition(".")[0])
             if hasattr(owner, "config"):
-                owner.register_forward_pre_hook(say_causal, with_kwargs=True)
+                _before_forward(owner, say_causal)
+
+
+def _before_forward(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Call a hook before a module's forward, once though it is asked for again."""
+    if hook not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _fuse_losses(model: nn.Module, fused: Sequence[str]) -> tuple[str, ...]:

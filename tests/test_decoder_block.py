@@ -274,6 +274,17 @@ def test_a_block_that_is_not_fused_has_its_mask():
     assert not attends_causally(graphs)
 
 
+def test_blocks_that_two_calls_fused_have_no_mask():
+    made = model()
+    assert convert(made, "int8-kept4", fused=True, keep=["last"]).fused == ("model.layers.0",)
+    for _ in range(2):  # the first fuses the other block
+        convert(made, fused=True, skip=("model.layers.0",))
+    assert len(made.model._forward_pre_hooks) == 1
+    graphs = compiled(made)
+    step(made, use_cache=False)
+    assert attends_causally(graphs)
+
+
 @pytest.mark.parametrize(("kv_heads", "dynamic"), [(2, True), (4, None)])
 def test_any_shape_compiles_to_one_graph(kv_heads, dynamic):
     """Asked of torch.compile, which then takes numbers too as symbols; or of the tokens alone."""
