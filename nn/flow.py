@@ -15,7 +15,8 @@ The norm is LayerNorm or RMSNorm, the MLP has a GELU or SwiGLU; attention is the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
@@ -32,7 +33,6 @@ from jetfire.nn.linear import Int8Conv1D, Int8Linear
 from jetfire.nn.made import MadeOfWeight
 from jetfire.nn.products import (
     Handoff,
-    alone,
     flat,
     kept_input,
     keys_for_backward,
@@ -44,6 +44,7 @@ from jetfire.nn.products import (
     times_weight,
     unflat,
     weight_gradient,
+    without_transpose,
 )
 from jetfire.nn.recipes import Kept
 from jetfire.ops import (
@@ -160,12 +161,19 @@ class Product(NamedTuple):
         codes: of the weights, out×in, under one another; with the transpose, but where they are
             gathered.
         kept: bits of what backward keeps of the input, as in `Int8Linear`.
+        learns: whether a backward may follow that makes the gradient of a weight.
     """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
     codes: Quantized
     kept: Kept
+    learns: bool
+
+    @property
+    def keeps(self) -> Kept | None:
+        """The bits of what backward keeps of the input; None where it keeps nothing."""
+        return self.kept if self.learns else None
 
     @property
     def bias(self) -> Tensor | None:
@@ -173,13 +181,13 @@ class Product(NamedTuple):
         return torch.cat(self.biases) if len(self.biases) > 1 else next(iter(self.biases), None)
 
 
-# How many parameters the norm has; how many weights and biases each product, and what it keeps.
-Counts = tuple[int, tuple[tuple[int, int, Kept], ...]]
+# How many parameters the norm has; how many weights and biases each product, and the rest of it.
+Counts = tuple[int, tuple[tuple[int, int, Kept, bool], ...]]
 
 
 def _flattened(norm: Sequence[Tensor], *products: Product) -> tuple[Counts, list[Tensor | None]]:
     """Return a half's parameters and codes one after another: autograd looks into no tuple."""
-    counts = tuple((len(p.weights), len(p.biases), p.kept) for p in products)
+    counts = tuple((len(p.weights), len(p.biases), p.kept, p.learns) for p in products)
     parts = (t for p in products for t in (*p.weights, *p.biases, *p.codes[:4]))
     return (len(norm), counts), [*norm, *parts]
 
@@ -199,15 +207,16 @@ def _parts(
             tuple(islice(rest, biases)),
             Quantized._make([*islice(rest, 4), block]),
             kept,
+            learns,
         )
-        for weights, biases, kept in counts[1]
+        for weights, biases, kept, learns in counts[1]
     ]
     return norm, products
 
 
 def _given(counts: Counts) -> int:
     """Return how many tensors `_flattened` gave."""
-    return counts[0] + sum(weights + biases + 4 for weights, biases, _ in counts[1])
+    return counts[0] + sum(weights + biases + 4 for weights, biases, *_ in counts[1])
 
 
 class _Enter(torch.autograd.Function):
@@ -236,13 +245,13 @@ class _Enter(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         norm, (product,) = _parts(counts, given, setting.block)
         s = Quantized(q, scale, block=setting.flow)
-        h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(product.kept), setting)
+        h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(product.keeps), setting)
         y = times_weight(h, product.codes, out="bf16", bias=product.bias)
         if cos is not None and sin is not None:
             rotary_embedding(y[:, : widths[0] + widths[1]], cos, sin, inplace=True)
         ctx.handoff, ctx.setting, ctx.counts = handoff, setting, counts
         ctx.weights = product.weights
-        kept = [*_kept_of(h, product.kept), *flat(s), *one_way(product.codes.t)]
+        kept = [*_kept_of(h, product.keeps), *flat(s), *one_way(product.codes.t)]
         ctx.save_for_backward(seeds, mean, rstd, cos, sin, *_both(norm), *kept)
         return x.view_as(x), *y.split(widths, dim=1)
 
@@ -261,9 +270,9 @@ class _Enter(torch.autograd.Function):
         del parts
         dh = times_weight(g, wt, out="int8", rounding="stochastic", seed=seeds[1:2], out_block=flow)
         _, (wanted,) = _parts(ctx.counts, ctx.needs_input_grad[-_given(ctx.counts) :], block)
-        ht = _normed_again(h, s, norm, mean, rstd, setting)
-        of_product = _gradients(g, ht, ctx.weights, wanted, setting)
-        del g, ht
+        again = partial(_normed_again, h, s, norm, mean, rstd, setting)
+        of_product = _gradients(g, again, ctx.weights, wanted, setting)
+        del g
         layout: Layout = "q" if handoff is None else "both"
         dx, copy, *of_norm = _normed_backward(
             s, dh, norm[0], mean, rstd, dx, seeds[2:3], layout, setting
@@ -294,16 +303,16 @@ class _Leave(torch.autograd.Function):
         block, flow, eps = setting.block, setting.flow, setting.eps
         norm, products = _parts(counts, given, block)
         p0, p1, p2 = products
-        a = int8_quantize(attended, block=block, layout=layout_kept(p0.kept))
+        a = int8_quantize(attended, block=block, layout=layout_kept(p0.keeps))
         y = times_weight(a, p0.codes, out="int8", bias=p0.bias, out_block=flow)
         key = None if seeds is None else seeds[_PACK0 : _PACK0 + 1]
-        kept = kept_input(a, p0.kept, key)
+        kept = kept_input(a, p0.keeps, key)
         del a
         y = _dropped(y, setting, seeds, _MASK0)
         x, s, mean, rstd = int8_add(x, y, eps=eps)
-        h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(p1.kept), setting)
+        h, mean, rstd = _normed(s, norm, mean, rstd, layout_kept(p1.keeps), setting)
         f = times_weight(h, p1.codes, out="int8", bias=p1.bias, out_block=flow)
-        kept += _kept_of(h, p1.kept)
+        kept += _kept_of(h, p1.keeps)
         del h
         u = _activated(f, "q", setting)
         y = times_weight(u, p2.codes, out="int8", bias=p2.bias, out_block=flow)
@@ -345,7 +354,9 @@ class _Leave(torch.autograd.Function):
         def seed(index: int) -> Tensor:
             return seeds[index : index + 1]
 
-        def gradients(g: Quantized, xt: Quantized, index: int) -> tuple[Tensor | None, ...]:
+        def gradients(
+            g: Quantized, xt: Callable[[], Quantized], index: int
+        ) -> tuple[Tensor | None, ...]:
             return _gradients(g, xt, ctx.weights[index], wanted[index], setting)
 
         g = None if ctx.handoff is None else ctx.handoff.take(dx, "both", block)
@@ -353,13 +364,13 @@ class _Leave(torch.autograd.Function):
             dx = dx.contiguous()  # that of a sum has no strides
             g = quantised_gradient(dx, block, seed(0))
         g = _undropped(g, setting, seeds, _MASK2)
-        of2 = gradients(g, _activated(f, "qt", setting).t, 2)
+        of2 = gradients(g, lambda: _activated(f, "qt", setting).t, 2)
         du = times_weight(g, w2t, out="int8", rounding="stochastic", seed=seed(1), out_block=flow)
         del g
         df = _activated_backward(f, du, seed(2), any(wanted[1].biases), setting)
         del du
-        of1 = gradients(df, _normed_again(h, s, norm, mean, rstd, setting), 1)
-        df = alone(df)
+        of1 = gradients(df, partial(_normed_again, h, s, norm, mean, rstd, setting), 1)
+        df = without_transpose(df)
         dh = times_weight(df, w1t, out="int8", rounding="stochastic", seed=seed(3), out_block=flow)
         del df
         dx, copy, *of_norm = _normed_backward(
@@ -369,7 +380,7 @@ class _Leave(torch.autograd.Function):
         g = _undropped(copy, setting, seeds, _MASK0)
         del copy
         dattended = times_weight(g, w0t, out="bf16")
-        of0 = gradients(g, restored_input(a, w0t, seed(_PACK0)), 0)
+        of0 = gradients(g, partial(restored_input, a, w0t, seed(_PACK0)), 0)
         of_products = (t for of in (of0, of1, of2) for t in (*of, *[None] * 4))
         return *[None] * 4, dx, dattended, *of_norm, *of_products
 
@@ -400,8 +411,8 @@ def _both(norm: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     return norm[0], norm[1] if len(norm) > 1 else None
 
 
-def _kept_of(h: Quantized, kept: Kept) -> list[Tensor | None]:
-    """Return what backward keeps of a norm's output: with 4 bits nothing, as its input is kept."""
+def _kept_of(h: Quantized, kept: Kept | None) -> list[Tensor | None]:
+    """Return what backward keeps of a norm's output in 8 bits; in 4 it makes it again."""
     return [h.qt, h.scale_t] if kept == 8 else [None, None]
 
 
@@ -505,7 +516,11 @@ def side_by_side(parts: Sequence[Tensor], block: Block, seed: Tensor, layout: La
 
 
 def _gradients(
-    g: Quantized, xt: Quantized, weights: Sequence[Tensor], wanted: Product, setting: Setting
+    g: Quantized,
+    xt: Callable[[], Quantized],
+    weights: Sequence[Tensor],
+    wanted: Product,
+    setting: Setting,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of a product's weights and biases.
 
@@ -513,10 +528,27 @@ def _gradients(
 
     Args:
         g: the gradient of the product's output, with its transpose or without.
-        xt: the transpose of the product's input.
+        xt: gives the transpose of the product's input. Called only where a weight's is wanted.
         wanted: whether each weight's and each bias's is.
     """
     sizes = [weight.shape[1 if setting.transposed else 0] for weight in weights]
+    of_weights: list[Tensor | None] = [None] * len(weights)
+    if any(wanted.weights):
+        of_weights = _of_weights(g, xt(), sizes, weights, wanted, setting)
+    if not any(wanted.biases):
+        return *of_weights, *[None] * len(wanted.biases)
+    return *of_weights, *int8_column_sum(g).split(sizes)
+
+
+def _of_weights(
+    g: Quantized,
+    xt: Quantized,
+    sizes: Sequence[int],
+    weights: Sequence[Tensor],
+    wanted: Product,
+    setting: Setting,
+) -> list[Tensor | None]:
+    """Return the weights' part of `_gradients`; `sizes` are the columns of g that are each's."""
     found: list[Tensor | None] = []
     for i, weight in enumerate(weights):
         gradient = None
@@ -526,11 +558,7 @@ def _gradients(
             gradient = weight_gradient(*factors, weight, setting.adds, setting.squares)
             del gt, factors
         found.append(gradient)
-    if not any(wanted.biases):
-        found += [None] * len(wanted.biases)
-    else:
-        found += int8_column_sum(g).split(sizes)
-    return tuple(found)
+    return found
 
 
 def _transposed_part(g: Quantized, start: int, size: int) -> Quantized:
@@ -607,7 +635,7 @@ def flowed(
     counts, given = _flattened(norms[1], *others)
     if qkv.kept == 4 and (keys := keys_for_backward(KEYS, stream.x.device, training)) is not None:
         attention = keeps_codes(attention, setting.flow, keys)
-    attended = attention(*parts).reshape(x.shape[0], -1)
+    attended = attention(*parts).reshape(x.shape[0], widths[0])
     del parts  # of which attention may keep codes
     x, q, scale, mean, rstd = _leave(handoff, setting, counts, leave, x, attended, *given)
     return Stream(x, Quantized(q, scale, block=setting.flow), mean, rstd, handoff)
@@ -636,5 +664,6 @@ class JoinedWeights(MadeOfWeight[Quantized]):
 def product_of(layers: Sequence[Int8Linear | Int8Conv1D], codes: Quantized) -> Product:
     """Return the product of layers that read the same input, by the codes of their weights."""
     biases = tuple(layer.bias for layer in layers if layer.bias is not None)
-    kept = max(layer.kept for layer in layers)
-    return Product(tuple(layer.weight for layer in layers), biases, codes, kept)
+    weights = tuple(layer.weight for layer in layers)
+    learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return Product(weights, biases, codes, max(layer.kept for layer in layers), learns)

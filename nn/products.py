@@ -105,26 +105,32 @@ def unflat(parts: Sequence[torch.Tensor], block: Block) -> list[Quantized]:
     return [Quantized(q, scale, block=block) for q, scale in pairs]
 
 
-def alone(value: Quantized) -> Quantized:
+def without_transpose(value: Quantized) -> Quantized:
     """Return a matrix's codes without its transpose's, whose memory may then be another's."""
     return Quantized(value.q, value.scale, block=value.block)
 
 
-def layout_kept(kept: Kept) -> Layout:
-    """Return the layout in which a product's input is quantised, to be kept so afterwards."""
+def layout_kept(kept: Kept | None) -> Layout:
+    """Return the layout in which to quantise a product's input.
+
+    Of 8 bits backward keeps the transpose's codes; 4 bits are packed from the codes themselves.
+    """
     return "both" if kept == 8 else "q"
 
 
-def kept_input(x: Quantized, kept: Kept, seed: torch.Tensor | None) -> list[torch.Tensor | None]:
+def kept_input(
+    x: Quantized, kept: Kept | None, seed: torch.Tensor | None
+) -> list[torch.Tensor | None]:
     """Return what backward keeps of a product's input for the weight's gradient: three tensors.
 
     Args:
         x: codes as `layout_kept` says.
+        kept: in how many bits; None keeps nothing.
         seed: a key that nothing else is packed with; without one no backward follows.
     """
     if kept == 8:
         return [x.qt, x.scale_t, None]
-    if seed is None:
+    if kept is None or seed is None:
         return [None] * 3
     assert x.q is not None
     packed, steps = int4_pack(x.q, seed)

@@ -833,6 +833,60 @@ def test_frozen(device):
     assert given == {n for n, _ in model.named_parameters() if not n.startswith("blocks.0.")}
 
 
+def layouts_of(block, x, monkeypatch):
+    """Return the layouts of the codes that a block writes for its products, and its output."""
+    layouts = []
+
+    def noting(own):
+        def called(*args, **options):
+            layouts.append(options["layout"])
+            return own(*args, **options)
+
+        return called
+
+    stream = Stream.of(x, 32)
+    for name in ("int8_layernorm", "int8_rmsnorm", "int8_quantize"):
+        monkeypatch.setattr(block_module, name, noting(getattr(block_module, name)))
+    y = block(stream, 2).x
+    monkeypatch.undo()
+    return layouts, y
+
+
+@pytest.mark.parametrize("kept", [8, 4])
+@pytest.mark.parametrize("kind", [Int8Block, Int8LlamaBlock])
+def test_a_block_writes_no_transpose_where_no_weight_learns(kind, kept, device, monkeypatch):
+    """Its output has the same bits, and the input and the norms have their gradients."""
+    block = kind(64, 2, device=device, kept=kept)
+    x = torch.randn(32, 64, device=device).bfloat16().requires_grad_()
+    layouts, y = layouts_of(block, x, monkeypatch)
+    assert layouts == ["both" if kept == 8 else "q"] * 3
+    torch.manual_seed(1)
+    block(Stream.of(x, 32), 2).x.square().sum().backward()
+    dx, x.grad = x.grad, None
+    with torch.no_grad():
+        layouts, found = layouts_of(block, x, monkeypatch)
+    assert layouts == ["q"] * 3
+    assert torch.equal(found, y)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    layouts, found = layouts_of(block, x, monkeypatch)
+    assert layouts == ["q"] * 3
+    assert torch.equal(found, y)
+    torch.manual_seed(1)
+    block(Stream.of(x, 32), 2).x.square().sum().backward()
+    assert torch.equal(x.grad, dx)
+
+
+@pytest.mark.parametrize("kind", [Int8Block, Int8LlamaBlock])
+def test_a_block_takes_no_tokens(kind, device):
+    block = kind(64, 2, device=device)
+    x = torch.randn(0, 64, device=device).bfloat16().requires_grad_()
+    y = block(Stream.of(x, 32), 2).x
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 64)
+    assert all(not p.grad.any() for p in block.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["linear", "conv1d", "layernorm", "gelu"])
 def test_dtypes(device, name, dtype):

@@ -390,7 +390,7 @@ def multiplied(codes, linears, parameters, out_block=None):
     x, own = codes
     block, out = own.block, "bf16" if out_block is None else "int8"
     weights, biases = zip(*parameters, strict=True)
-    w = block_module.alone(block_module.joined([linear.codes() for linear in linears]))
+    w = block_module.without_transpose(block_module.joined([linear.codes() for linear in linears]))
     y = x @ nearest(torch.cat(weights), w, block).t()
     bias = None
     if biases[0] is not None:
