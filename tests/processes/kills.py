@@ -41,6 +41,7 @@ class Child:
 
     def __init__(self, words: Sequence[str], said: Path) -> None:
         self.words, self.said = words, said
+        said.write_text("")  # here: the process may be killed before it opens the file
         self.pid = os.fork()
         if self.pid == 0:
             self._run()
