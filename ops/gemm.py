@@ -367,8 +367,13 @@ def int8_gemm(
     operands = (q, a_scale.contiguous(), b_q, b_scale.contiguous())
     if bias is not None:
         bias = expect.vector("bias", bias, n, q)
-    if out_block is not None and out_block != block and out != "int8":
-        raise UsageError(f"out_block={out_block} out={out}: expected out=int8")
+    if out != "int8":
+        _expect_codes(
+            out,
+            rounding=(rounding, "nearest"),
+            layout=(layout, "q"),
+            out_block=(out_block or block, block),
+        )
     if squares:
         for name, value, free in (("out", out, "fp32"), ("bias", bias, None), ("c", c, None)):
             if value is not free and value != free:
@@ -385,9 +390,14 @@ def int8_gemm(
         codes = _gemm_quantized(*operands, bias, seed, block, rounding, layout, out_block)
         return Quantized.of(codes, layout, out_block or block)
     expect.choice("out", out, FloatName, "int8")
-    if layout != "q":
-        raise UsageError(f"layout={layout} out={out}: expected out=int8")
     return _gemm(*operands, bias, block, out)
+
+
+def _expect_codes(out: str, **given: tuple[Any, Any]) -> None:
+    """Refuse what only codes have, where it is not as usual: name → (value, the usual one)."""
+    for name, (value, usual) in given.items():
+        if value != usual:
+            raise UsageError(f"{name}={value} out={out}: expected out=int8")
 
 
 def _accumulator(c: Tensor, m: int, n: int, out: Any, like: Tensor) -> None:

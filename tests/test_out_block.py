@@ -250,13 +250,20 @@ def test_compiles_whole_with_a_gradient():
         assert torch.equal(gradient, torch.ones_like(stream))
 
 
-def test_a_float_product_has_no_out_block():
+@pytest.mark.parametrize(
+    "given", [{"out_block": 32}, {"layout": "both"}, {"rounding": "stochastic"}]
+)
+def test_a_float_product_has_nothing_of_codes(given):
+    x, ((name, value),) = quantised(), given.items()
+    with pytest.raises(UsageError, match=f"^{name}={value} out=bf16: expected out=int8$"):
+        ops.int8_gemm(x, x, **given)
+    for more in ({"c": torch.zeros(40, 40)}, {"squares": True}):
+        with pytest.raises(UsageError, match=f"^{name}={value} out=fp32: expected out=int8$"):
+            ops.int8_gemm(x, x, out="fp32", **more, **given)
+
+
+def test_a_float_product_may_name_the_block_of_its_operands():
     x = quantised()
-    with pytest.raises(UsageError, match=r"^out_block=32 out=bf16: expected out=int8$"):
-        ops.int8_gemm(x, x, out_block=32)
-    total = torch.zeros(40, 40)
-    with pytest.raises(UsageError, match=r"^out_block=32 out=fp32: expected out=int8$"):
-        ops.int8_gemm(x, x, out="fp32", c=total, out_block=32)
     assert torch.equal(ops.int8_gemm(x, x, out_block=128), ops.int8_gemm(x, x))
 
 
