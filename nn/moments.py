@@ -31,7 +31,7 @@ def zeros(param: torch.Tensor, bf16: bool) -> dict[str, torch.Tensor] | None:
     """Return what is kept of a parameter before its first step; None where that is torch's.
 
     Args:
-        bf16: whether one in bf16 is not torch's.
+        bf16: whether the moments of a parameter in bf16 are codes too.
     """
     if _stays(param, bf16):
         return None

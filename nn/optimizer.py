@@ -87,8 +87,8 @@ class AdamW(torch.optim.AdamW):
     With 32 bits state and state dict are those of torch's, either loads the other's. On a GPU large
     parameters of two dimensions and more in fp32 are updated by the same kernel, without codes.
     What is sharded, small or not fp32 is updated by torch. `grad_scale` and `found_inf`, where they
-    are set, have the fused update's meaning; but a gradient is overwritten by what `grad_scale`
-    makes of it only where torch's update does that. `torch.compile` runs a step as it is.
+    are set, have the fused update's meaning; but torch's update also overwrites a gradient with the
+    unscaled one, which ours leaves as it is. `torch.compile` runs a step as it is.
 
     With 8 bits the moments of fp32 parameters of two dimensions and more are INT8 codes
     (`jetfire.reference.adamw8`), where a row has 128 numbers and the whole 4096 at least. Those of
@@ -137,12 +137,16 @@ class AdamW(torch.optim.AdamW):
         self._updated: list[_Weight] = []  # by the step that runs
         self._last: list[_Weight] = []  # by the one before
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_bits": self._bits, "_rounding": self._rounding, "_seed": self._seed}
+        return {**super().__getstate__(), **own}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A copy or what was pickled knows no model: it is torch's own.
+        # A copy or what was pickled knows no model, and so writes no codes of weights. torch calls
+        # this with the groups and the state alone, too, which it has loaded.
         empty: dict[str, Any] = {"_int8": {}, "_updated": [], "_last": [], "_keys": {}}
-        usual: dict[str, Any] = {"_bits": 32, "_rounding": "nearest", "_seed": 0}
-        for name, value in {**empty, **usual}.items():
+        for name, value in empty.items():
             self.__dict__.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -326,7 +330,7 @@ def _stepped(
 def _in_tiles(param: torch.Tensor, grad: torch.Tensor) -> tuple[int, int] | None:
     """Return the shape in which a parameter without codes is updated here; None where torch's.
 
-    The order of the numbers is all that counts, so that a thin matrix may be another's.
+    An update is of each number alone, so a matrix too thin for a tile is viewed as a wider one.
     """
     plain = type(param) in (torch.Tensor, nn.Parameter) and param.device.type in _FASTER_ON
     if not plain or param.dim() < 2 or param.numel() < _LEAST:

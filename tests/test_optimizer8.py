@@ -273,6 +273,21 @@ def test_weights_in_bf16_go_on_bit_for_bit(device):
     assert all(equal((model, ours), pair) for pair in pairs)
 
 
+def test_a_copy_draws_as_the_original_and_adds_groups_as_it_does(device):
+    model = narrow_model(device)
+    ours = narrow(model, seed=5)
+    give_gradients(0, model)
+    ours.step()
+    pair = copy.deepcopy((model, ours))
+    give_gradients(1, model, pair[0])
+    ours.step()
+    pair[1].step()
+    assert equal((model, ours), pair)
+    pair[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(8, device=device))]})
+    assert [group["bits"] for group in pair[1].param_groups] == [8, 8]
+    assert [group["rounding"] for group in pair[1].param_groups] == ["stochastic"] * 2
+
+
 def test_weights_in_bf16_take_a_state_of_fp32_s_and_give_torch_s(device):
     model = model_of(device)
     plain = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
