@@ -32,8 +32,8 @@ class CapturedStep:
 
     Every call takes a real step: capturing changes nothing. Parameters, gradients and the
     optimizer's state are written where they are, so that they can be read, saved or evaluated
-    between steps. What is returned is a copy, without a graph of autograd's. Random numbers follow
-    torch's seed, as in the step.
+    between steps. What is returned has no graph of autograd's; after the capture it is a copy.
+    Random numbers follow torch's seed, as in the step.
 
     The step may call a model that `torch.compile` has compiled (without CUDA graphs of its own) or
     `fully_shard` has sharded; every process of a sharded one makes the same calls. All backward
@@ -74,7 +74,8 @@ class CapturedStep:
         if self._launched < LAUNCHED:
             self._launched += 1
             with self.beside():
-                return self.step(*args, **kwargs)
+                outputs = self.step(*args, **kwargs)
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         inputs, layout = tree_flatten((args, kwargs))
         if self._graph is None:
             self._capture(inputs, layout)
