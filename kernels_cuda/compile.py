@@ -7,8 +7,6 @@ that a new config costs one compilation of a few seconds and the kernel reads li
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -17,9 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
-from platformdirs import user_cache_path
 
-from jetfire.core import terminal
+from jetfire.core import files, terminal
 from jetfire.core.errors import JetfireError, UsageError
 from jetfire.core.machine_code import is_whole
 
@@ -70,8 +67,8 @@ def header(constants: Mapping[str, bool | int], functions: str = "") -> str:
 @cache
 def _sources(folder: Path) -> dict[str, str]:
     """Return what an `#include` may name: the folder's headers and those that all kernels share."""
-    files = [*ROOT.glob("*.cuh"), *folder.glob("*.cuh")]
-    return {file.name: file.read_text() for file in sorted(files)}
+    headers = [*ROOT.glob("*.cuh"), *folder.glob("*.cuh")]
+    return {file.name: file.read_text() for file in sorted(headers)}
 
 
 @cache
@@ -89,7 +86,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 def cache_folder() -> Path:
     """Return the folder of compiled kernels: ``$JETFIRE_CACHE``, else the user's cache folder."""
-    return Path(os.environ.get("JETFIRE_CACHE") or user_cache_path("jetfire")) / "cubin"
+    return files.cache() / "cubin"
 
 
 def _compile(source: Path | CudaText, config: str, architecture: str) -> bytes:
@@ -155,9 +152,7 @@ def compile_cubin(source: Path | CudaText, config: str, architecture: str) -> by
             begin = time.perf_counter()
             cubin = _compile(source, config, architecture)
             terminal.decision(f"{what}: compiled in {time.perf_counter() - begin:.1f} s")
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-                part.write(cubin)
-            os.replace(part.name, file)
+            files.write(file, cubin, alone=True)
             return cubin
     except OSError as error:
         raise UsageError(f"cannot use {file.parent}: {error.strerror}") from None
