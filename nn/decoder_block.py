@@ -54,8 +54,9 @@ class DecoderBlock(nn.Module):
     It calls its layers as it did before where there is no BF16 autocast, where a layer was replaced
     since or has hooks, and where parameters are no longer fp32. Attention is the model's own:
     rotary embeddings, norms of query and key, windows, masks, caches and implementations are as
-    before. Checkpointing gives the bits that there are without it. Reentrant checkpointing gives
-    the loss's alone, as it rounds gradients by other draws.
+    before. Checkpointing gives the bits that there are without it, but for two: reentrant, it
+    rounds gradients by other draws, at the same loss; and of layers with `kept=4` attention keeps
+    BF16 under it, so that gradients lack that rounding.
 
     Attributes:
         flow: side of the blocks of what flows between products.
