@@ -30,7 +30,7 @@ from jetfire.core import environment, files, profiles
 TIMEOUT_S = 120.0  # of an import; torch's took 20 s on two busy cores
 LEAST_FREE = 2 * 2**30  # bytes for compiled kernels and profiles
 CUDA_PACKAGES = "pip install 'jetfire[cuda]'"
-PERMIT = (  # what has this user read counters
+PERMIT = (  # how to let this user read counters
     "run as root (a container with --cap-add SYS_ADMIN), or load the driver with "
     "NVreg_RestrictProfilingToAdminUsers=0"
 )

@@ -61,7 +61,7 @@ class Fused:
         Args:
             leaves: what has a gradient, in the order of backward's results.
             tensors, constants: forward's arguments.
-            kept: what backward needs of what is there already.
+            kept: tensors that are there already and that backward reads, beside forward's results.
         """
         if torch.compiler.is_compiling():
             return self._in_graph(leaves, tensors, kept, constants)

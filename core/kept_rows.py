@@ -30,7 +30,7 @@ SEGMENT = 128  # rows: the kept ones of each part are padded to a multiple of it
 
 
 class SampledRows(NamedTuple):
-    """The rows of a gradient that a product keeps: there is room for more, of which all are −1.
+    """The rows of a gradient that a product keeps. There is room for more: the rest of it is −1.
 
     Attributes:
         rows: int32, those to gather: each part's up to a multiple of 128, −1 elsewhere.

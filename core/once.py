@@ -15,9 +15,9 @@ _REFUSAL = b"trying to differentiate twice a function that was marked with @once
 def once_differentiable(backward: Callable[..., Found]) -> Callable[..., Found]:
     """Have a function's backward run without autograd, and a gradient of its results fail.
 
-    torch's own lets some pass, and parts of a second derivative are missing: where the gradient
-    that backward is given has none itself, as that of a sum, and where no leaf but the one that is
-    asked for would lead to its results.
+    torch's own decorator misses two cases, in which parts of a second derivative are missing. In
+    one, the gradient that backward is given requires none itself, as that of a sum. In the other,
+    backward's results depend on no leaf but the one that is asked for.
     """
 
     @wraps(backward)

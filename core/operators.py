@@ -96,8 +96,8 @@ def define(schema: str, served: Served, fake: Callable[..., Any], constant: bool
 class Operator:
     """A torch operator of an op, called with the arguments of its schema in their order.
 
-    Of the last ones, torch leaves out those that are their schema's defaults: the op's fields then
-    have their own.
+    torch drops arguments at the end that equal their schema's defaults: the op's fields then have
+    their own defaults.
 
     It returns the op's outputs in order, as its schema says. Where it writes to its arguments it
     returns nothing.

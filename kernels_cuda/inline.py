@@ -113,7 +113,7 @@ class InlineKernel(CudaKernel):
         """Return type, name and value of each parameter; of a pointer the tensor.
 
         Raises:
-            UsageError: a name says of nothing what it gets.
+            UsageError: a parameter's name is no tensor, no row stride and no field of the problem.
         """
         matrices = [(name, tensor) for name, tensor in tensors.items() if tensor.dim()]
         strides = {f"{name}_stride": tensor.stride(0) for name, tensor in matrices}

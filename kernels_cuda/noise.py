@@ -61,9 +61,10 @@ def _norms(codes: torch.Tensor, first: int, block: int) -> torch.Tensor:
 
 
 def cut_noise(inputs: Tensors) -> torch.Tensor:
-    """Return the same of exact sums that K is cut for: zeros, of another order than the reference.
+    """Return the noise of exact sums where K is cut into parts: zeros.
 
-    Not None, which would say that bits are those of other configs: they are not.
+    Not None, which would say that bits are those of other configs: the parts' sums are added in
+    another order than the reference's.
 
     The parts' sums and their sum have together as many additions as one sum over all of K: the op
     bounds what these may be off by in any order.

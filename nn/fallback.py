@@ -29,9 +29,11 @@ class Fallback(nn.Module):
     """A layer's quantiser of its input, in which a set share of the blocks falls back.
 
     The first batch in training sets the threshold to its own, that of the blocks that are not zero.
-    One without such a block, or not finite throughout, leaves it to that after the next step. After
-    an optimizer's step the threshold moves where the share of the blocks that fell back, in the
-    last batch in training, is not within half the rate of it: it is multiplied by
+    A batch in which every block is zero or not finite cannot set it: the first batch after the next
+    step is then asked.
+
+    After an optimizer's step the threshold moves where the share of the blocks that fell back, in
+    the last batch in training, is not within half the rate of it: it is multiplied by
     1.3^(share - rate). Within that range it rests, so that one between outliers and all else stays
     there. All of it stays on the device, but that the host asks once whether it was set, and a CUDA
     graph of the step replays it.
@@ -41,8 +43,8 @@ class Fallback(nn.Module):
 
     Attributes:
         threshold: fp32, one element: a buffer, which state dicts have; 0 before the first batch,
-            2^-100 where that could not set it. A state dict without it, of a linear layer, leaves
-            it as it is.
+            2^-100 where that could not set it. A linear layer's state dict has none: loading it
+            keeps the present one.
         share: fp32, one element.
     """
 

@@ -7,7 +7,7 @@ the same bits, as it is rounded to nearest. So are, where less is to be kept, th
 
 What is multiplied is in blocks of one side, `block`; what flows between products, in blocks of
 another, `flow`: a product's INT8 output, the inputs of norms and activations, the gradients
-between. What only a weight's gradient reads of what is kept may be in 4 bits.
+between. Codes that are kept for a weight's gradient alone may be in 4 bits.
 
 The norm is LayerNorm or RMSNorm, the MLP has a GELU or SwiGLU; attention is the caller's.
 """

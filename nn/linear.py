@@ -211,7 +211,7 @@ def applied(
     seed = keys_for_backward(1, x.device, training)
     learns = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     leaves = x, weight, bias
-    factors = *one_way(codes), None if bias is None else wide(bias)
+    factors = *one_way(codes), None if bias is None else as_fp32(bias)
     saved = seed, *one_way(codes.t)
     dtype = "fp32" if weight is None else FLOATS[weight.dtype]
     if fallback is None:
@@ -373,7 +373,7 @@ def quantised_weights(model: nn.Module) -> dict[nn.Parameter, tuple[QuantisedWei
     return found
 
 
-def wide(parameter: torch.Tensor) -> torch.Tensor:
+def as_fp32(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter in fp32, as kernels take it; without a gradient if it is a copy."""
     return parameter if parameter.dtype == torch.float32 else parameter.detach().float()
 

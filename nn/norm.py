@@ -11,7 +11,7 @@ from jetfire.core.arguments import checked
 from jetfire.core.fused import Fused
 from jetfire.core.problem import Block
 from jetfire.core.tensors import Quantized
-from jetfire.nn.linear import rows, wide
+from jetfire.nn.linear import as_fp32, rows
 from jetfire.nn.products import FLOATS, Placed, checked_block, keys_for_backward
 from jetfire.ops import int8_dequantize, int8_layernorm, int8_layernorm_backward, int8_quantize
 
@@ -81,7 +81,7 @@ class Int8LayerNorm(nn.LayerNorm):
         """Map (…, width) to the same, in the autocast dtype if there is one."""
         x = rows(input, self.normalized_shape[0])
         seeds = keys_for_backward(2, x.device, self.training)
-        weight, bias = (wide(parameter) for parameter in (self.weight, self.bias))
+        weight, bias = (as_fp32(parameter) for parameter in (self.weight, self.bias))
         leaves, constants = (x, self.weight, self.bias), (self.block, self.eps)
         y = _layernorm(leaves, (x, weight, bias), (weight, seeds), constants)
         return y.reshape(input.shape)

@@ -117,7 +117,7 @@ class FallbackGemm(StandardOp):
 
 
 def _turned(problem: FallbackGemmProblem, c: Tensor) -> Tensor:
-    """Return C of what is written, and what is written of C."""
+    """Return C of the output, or the output of C: the transpose where the problem asks for Cᵀ."""
     return c.t() if problem.transpose else c
 
 

@@ -191,7 +191,7 @@ def _in_torch(problem: GatherRowsProblem, inputs: Tensors) -> Tensor:
 OP = GatherRows()
 
 
-def _drawn(q: Shape, rows: Shape | None, repeat: Shape | None) -> dict[str, Any]:
+def _sizes(q: Shape, rows: Shape | None, repeat: Shape | None) -> dict[str, Any]:
     listed = None if rows is None else rows[0]
     return {"m": q[0], "n": 2 * q[1], "rows": listed, "repeat": repeat is not None}
 
@@ -199,7 +199,7 @@ def _drawn(q: Shape, rows: Shape | None, repeat: Shape | None) -> dict[str, Any]
 _gather_rows = Operator(
     "gather_rows(Tensor q, Tensor? rows, Tensor? counts, Tensor? repeat, bool transpose,"
     " bool wide) -> Tensor",
-    derive=_drawn,
+    derive=_sizes,
 )
 
 

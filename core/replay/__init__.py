@@ -59,7 +59,8 @@ class Served:
 
     Attributes:
         run: solves a call in Python and returns what the operator's schema says.
-        solve: the same, but for how it returns.
+        solve: solves a call too, and returns its new tensors as a list, empty where it writes to
+            arguments.
         written: places of the arguments that it writes to.
     """
 

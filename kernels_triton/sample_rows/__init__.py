@@ -22,7 +22,7 @@ from jetfire.core.kernel import Config
 from jetfire.core.tensors import Tensors, ceil_div
 from jetfire.kernels_triton.common import INTERPRETED, philox_words, random_u16
 from jetfire.kernels_triton.kernel import EXACT, Launch, TritonKernel
-from jetfire.kernels_triton.tiles import device_reason, power_reason, warps_reason
+from jetfire.kernels_triton.tiles import device_reason, power_reason, share_reason, warps_reason
 
 # As in jetfire.reference: philox's stream, and sample_rows's constants.
 STREAM_SAMPLING = tl.constexpr(2)
@@ -359,12 +359,10 @@ class TritonSampleRows(TritonKernel):
             device_reason(device)
             or power_reason(config, "tile", "rows", expected=expected, least=128, most=most)
             or warps_reason(config, 32)
+            or share_reason(max(config.tile, config.rows), config, 0, 64, "rows")
         )
         if reason is not None:
             return reason
-        most = max(config.tile, config.rows) // (32 * config.warps)
-        if most > 64:
-            return f"{most} rows per thread: expected at most 64"
         if problem.m > MOST_TOKENS:
             return f"m={problem.m}: expected at most {MOST_TOKENS}, for rows are numbered in int32"
         return None
