@@ -269,6 +269,7 @@ COMPLETED = {
     "jetfire-train prepare sh": ["shakespeare", "shakespeare-char"],
     "jetfire-train prepare python --tokenizer b": ["byte"],
     "jetfire-train bench w": ["wide"],
+    "jetfire-train bench --peer compile_": ["compile_own_loss", "compile_causal"],
     "jetfire train tune gpt2-1": ["gpt2-124m", "gpt2-1558m"],
     "jetfire d": ["doctor"],
     "jetfire-train plan gpt2-1": ["gpt2-124m", "gpt2-1558m"],

@@ -436,6 +436,17 @@ def test_the_command_saves_rows_and_says_itself_again(monkeypatch, tmp_path, cap
     assert [row.kernel for row in Results.load(file).rows] == ["int8", "eager"]
 
 
+@pytest.mark.parametrize(("given", "chosen"), [([], None), (["--peer", "none"], [EAGER])])
+def test_the_command_says_whether_peers_were_named(given, chosen, monkeypatch):
+    """Where none was, a case leaves out one of the two that keep a step's memory."""
+    monkeypatch.setattr(peaks, "cached", lambda *_: PEAKS)
+    asked = []
+    monkeypatch.setattr(ModelBench, "measure", lambda self, _: asked.append(self.chosen) or [])
+    words_given = ["bench", "hf:gpt2-124m", "--set", ",".join(words(TINY)), "--device", "cpu"]
+    assert execute("train", [*words_given, *given]) == 2  # nothing was measured
+    assert asked == [chosen]
+
+
 def test_a_cpu_is_spared_what_is_for_a_gpu(capsys):
     assert execute("train", ["bench", "hf:llama-4x4096", "--device", "cpu"]) == 5
     assert "model_step model=hf:llama-4x4096 layers=4" in capsys.readouterr().err

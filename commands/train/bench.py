@@ -41,6 +41,7 @@ def run(
             "NAME",
             "Only these beside eager, or none: compile, fp8_tensorwise, fp8_rowwise, …",
             o.STEP_PEERS,
+            o.MODEL_PEERS,
         ),
     ] = None,
     device: o.Device = "auto",

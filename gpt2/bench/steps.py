@@ -504,7 +504,7 @@ def run(
         rounds,
         asked.seed,
         sample_ms=sample_ms,
-        chosen=peers,
+        chosen=peers if asked.peers else None,
         debug=asked.debug,
     )
     known = existing is not None and existing.device.get("name") == device.name
