@@ -31,7 +31,7 @@ _LABELS = 8  # of rows; more would overlap
 Grid = np.ndarray[Any, np.dtype[np.float64]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of arrays none can be asked for
 class WatchedRun:
     """A run's watched steps, of which neighbours share a column where they are many.
 

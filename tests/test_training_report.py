@@ -162,6 +162,11 @@ def test_a_map_has_layers_of_one_name_together_and_the_lowest_of_steps(monkeypat
     assert WatchedRun.of("not watched", records()) is None
 
 
+def test_two_watched_runs_of_one_name_are_both_drawn():
+    first, second = (WatchedRun.of("a run", [watch_record(5, {LAYERS[0]: 30.0})]) for _ in range(2))
+    assert watched.worst([first, second]) == [first, second]
+
+
 def test_what_was_watched_is_drawn_below_the_losses(tmp_path):
     def drawn(run, suffix):
         curves.plot([run], tmp_path / f"plot{suffix}")
