@@ -349,6 +349,30 @@ def test_tune_counts_winner_and_default(ncu_on_path, capsys, tmp_path, monkeypat
     assert one["said"] in out
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="tunes on the CPU")
+def test_tune_gives_its_result_where_counters_cannot_be_kept(
+    ncu_on_path, capsys, tmp_path, monkeypatch
+):
+    from jetfire.tuner.study import StorageError, Study
+
+    monkeypatch.setenv("JETFIRE_STUDIES", str(tmp_path / "studies"))
+    monkeypatch.setenv("JETFIRE_PROFILES", str(tmp_path / "profiles"))
+    forked.fork_workers(monkeypatch)
+    own = Study.conclude
+
+    def conclude(study, final):
+        if "counters" in final:
+            raise StorageError("cannot use study s: No space left on device")
+        own(study, final)
+
+    monkeypatch.setattr(Study, "conclude", conclude)
+    assert execute("tune", [*TUNE, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == "jetfire: cannot use study s: No space left on device"
+    assert len(json.loads(out)["searches"]) == 1
+
+
 # What is said.
 
 

@@ -122,7 +122,10 @@ class Session:
                     self._finish_together()
             if profiler is not None and self.stopped is None:
                 for one in self.searches:
-                    self._count(one, profiler)
+                    try:
+                        self._count(one, profiler)
+                    except JetfireError as error:
+                        self.failed.append(error)
         except KeyboardInterrupt as error:
             self.stopped = error
 
@@ -340,8 +343,9 @@ class Session:
         saved = self.asked.keep and not (final.kept and is_current(one.found, self.objective))
         if saved:
             self._save(one, final)
-        one.study.conclude(final.as_dict())
+        # First, as the profile is saved: the storage of studies may have failed since.
         self.tuned.append(FinishedSearch(target, one.found, final, one.trials, saved))
+        one.study.conclude(final.as_dict())
 
     def _finish_together(self) -> None:
         """Decide on one config of each kernel for all its problems, and save it for each.
