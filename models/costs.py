@@ -104,7 +104,7 @@ class Measured:
 
     def __init__(self, device: Device, seed: int, debug: bool) -> None:
         self.device, self.source = device, f"measured on {device.name}"
-        self.options = Options(peers=(BF16, *FP8), rounds=_ROUNDS, seed=seed, debug=debug)
+        self.options = Options(rounds=_ROUNDS, seed=seed, debug=debug)
         load = Load(device)
         self.runner = Runner(device, cached(load), self.options, note, load.monitor)
         self._known: dict[tuple[str, Any], Time | None] = {}
@@ -128,7 +128,9 @@ class Measured:
         except UsageError as error:
             note(str(error))
             return None
-        rows = self.runner.measure(case, replace(self.options, kernels=[kernel.name]))
+        rivals = (BF16, *FP8) if case.op.flops(case.problem) else ()
+        options = replace(self.options, kernels=[kernel.name], peers=rivals)
+        rows = self.runner.measure(case, options)
         ours = [row.ms for row in rows if row.role == "kernel" and row.ok and row.ms is not None]
         peers = {row.kernel: row.ms for row in rows if row.role == "peer" and row.ms is not None}
         return Time(ours[0], peers) if ours else None

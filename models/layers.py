@@ -90,7 +90,7 @@ def weight_of(module: Any) -> torch.Tensor:
     return weight if isinstance(module, nn.Linear) else weight.t()
 
 
-def traced(source: ModelSource, recipe: str = "int8") -> Traced:
+def traced(source: ModelSource) -> Traced:
     """Return a model's linear layers; only a user's own is made in memory and run, on the CPU.
 
     Raises:
@@ -100,7 +100,7 @@ def traced(source: ModelSource, recipe: str = "int8") -> Traced:
         model, batch = source.make(CPU)
         without_dropout(model)
         with step_of(source):
-            return _traced(model, batch, recipe)
+            return _traced(model, batch)
 
 
 @contextmanager
@@ -132,15 +132,15 @@ def _silent() -> Iterator[None]:
         logger.disabled = before
 
 
-def _traced(model: nn.Module, batch: Batch, recipe: str) -> Traced:
+def _traced(model: nn.Module, batch: Batch) -> Traced:
     calls: dict[str, list[int]] = {}
     with torch.no_grad(), _noted(model, calls):
         loss_of(model, batch, autocast(CPU))
     modules = {name: model.get_submodule(name) for name in calls}
     tables = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    first = convert(model, recipe)
-    heads = convert(model, recipe, head=True).converted
+    first = convert(model)
+    heads = convert(model, head=True).converted
     layers = []
     for name, rows in calls.items():
         if name in (*first.converted, *heads):
