@@ -32,7 +32,7 @@ def render(every: Sequence[KernelTimes], found: Sequence[Change], summary: str) 
         "history.html.j2",
         title="History of kernels' times",
         index=_index(shown, changes),
-        caption=summary + (f"; {left_out} that did not change are left out" if left_out else ""),
+        caption=summary + (f"; {left_out} more are left out" if left_out else ""),
         sections=[
             _section(f"series-{i}", series, changes.get(id(series), []))
             for i, series in enumerate(shown)

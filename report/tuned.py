@@ -460,10 +460,10 @@ class _Strips:
                 xs,
                 ys,
                 linestyle="",
-                marker=MARKERS[i],
+                marker=MARKERS[i % len(MARKERS)],
                 markersize=3.5,
                 alpha=0.8,
-                color=KERNEL_COLOURS[i],
+                color=KERNEL_COLOURS[i % len(KERNEL_COLOURS)],
             )
         lines = list(ax.lines)
         for i in range(1, len(ops)):
