@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jetfire.bench.judgement import expect_right
 from jetfire.bench.progress import watch
 from jetfire.core import loaded, terminal
 from jetfire.core.device import Device
@@ -17,7 +18,6 @@ from jetfire.core.errors import (
     Interrupted,
     NoDeviceError,
     UsageError,
-    WrongResultError,
     unknown,
 )
 from jetfire.core.files import Unreadable, check_output, check_writable, locked, write, writing
@@ -366,7 +366,7 @@ class Output:
     def _finish(self, interrupted: bool) -> None:
         from jetfire.report.text import plural
 
-        rows, wrong = self.rows, [row for row in self.rows if row.ok is False]
+        rows = self.rows
         if interrupted:
             how = "shown" if self.asked.output is None else "shown and saved"
             kept = f", {how}" if rows else ""
@@ -375,10 +375,7 @@ class Output:
             raise UsageError(
                 "nothing was measured: every problem was left out, for the reasons above"
             )
-        if wrong:
-            are = "is" if len(wrong) == 1 else "are"
-            what = f"{len(wrong)} of {plural(len(rows), 'row')} {are} wrong"
-            raise WrongResultError(f"{what}: {wrong[0].error}")
+        expect_right(rows)
 
 
 def render(results: Results, kind: str) -> str:

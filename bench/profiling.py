@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jetfire.bench.judgement import expect_right
 from jetfire.core import terminal
-from jetfire.core.errors import UsageError, WrongResultError
+from jetfire.core.errors import UsageError
 from jetfire.core.terminal import note
 from jetfire.measure.results import shape_text
 
@@ -40,5 +41,4 @@ def run_once(work: Sequence[Work], device: Device) -> None:
     )
     if not rows:
         raise UsageError("nothing was run: every problem was left out, for the reasons above")
-    if wrong := [row for row in rows if row.ok is False]:
-        raise WrongResultError(f"{len(wrong)} of {len(rows)} rows are wrong: {wrong[0].error}")
+    expect_right(rows)
