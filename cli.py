@@ -1,7 +1,7 @@
 """The command line: `jetfire COMMAND`, and a console script `jetfire-COMMAND` for some of them.
 
-Only Typer is imported here: `--help` and completion answer at once, and so does what is refused:
-options are checked before torch, Triton, NumPy and matplotlib load. A command is a function in
+Of libraries only Typer is imported here, so that `--help` and completion answer at once. Options
+are refused before torch, Triton, NumPy or matplotlib load. A command is a function in
 `commands`; its console script is a function that calls `run` with the command's name, named in
 pyproject.toml. `execute` is where every command and every error ends.
 """

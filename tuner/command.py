@@ -32,12 +32,13 @@ Give = Callable[[Sequence[FinishedSearch], Device, str], None]
 
 
 def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
-    """Every kernel of every problem that has something to tune.
+    """Return every kernel of every problem that has something to tune.
 
-    None where the shard is empty, or where nothing is missing of what was to be tuned if it is.
+    The list is empty where the shard has no problem, or where only what is missing is asked for and
+    all of it has a current profile.
 
     Raises:
-        UsageError: there is none otherwise.
+        UsageError: nothing can be tuned for any other reason.
         NoDeviceError: there is none on this device, and one on another.
     """
     index, count = asked.shard

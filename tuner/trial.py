@@ -108,4 +108,4 @@ class Comparison:
 
 
 class RunnerError(Exception):
-    """A comparison that crashed or hung."""
+    """What keeps a runner from measuring at all: a job cannot be set up, or a comparison failed."""
