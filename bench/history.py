@@ -59,7 +59,9 @@ class MeasuredRun:
     @property
     def name(self) -> str:
         """The commit's first digits; of a run without a commit the file's name."""
-        return self.commit[:9] + "+" * self.commit.endswith("+") or self.file.name
+        if not self.commit:
+            return self.file.name
+        return self.commit[:9] + ("+" if self.commit.endswith("+") else "")
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def _compiled(eager_fn: Thunk) -> Thunk:
     return torch.compile(eager_fn, fullgraph=True, dynamic=False)
 
 
-def _copy(nbytes: int, device: torch.device) -> Thunk:
+def copy(nbytes: int, device: torch.device) -> Thunk:
     """Return a call that reads half of the bytes and writes the rest: the source's bits, inverted.
 
     torch's copy_ is not used: in a CUDA graph it is a memcpy node, which an H200 runs at 2.5 to
@@ -276,7 +276,7 @@ def elementwise(eager_fn: Thunk | None, nbytes: int, device: torch.device) -> di
         found["eager"] = lambda: eager_fn
         if device.type == "cuda":
             found["compile"] = lambda: _compiled(eager_fn)
-    found["copy"] = lambda: _copy(nbytes, device)
+    found["copy"] = lambda: copy(nbytes, device)
     return found
 
 

@@ -184,7 +184,7 @@ def gemm_few_rows(results: Results) -> Section:
     lines = []
     for shape, same in grouped(found, lambda row: shape_text(row.problem, ("block",))).items():
         row = fastest(same) or same[0]
-        ratios = [times(of) if (of := ratio(row, peer)) else NOTHING for peer in peers]
+        ratios = [times(ratio(row, peer)) for peer in peers]
         lines.append([shape, time_text(row.ms), share(row.roofline), *ratios])
     text = (
         f"At most {FEW_ROWS} rows of A, BF16 out: the fastest kernel's time, and each peer's time "
@@ -313,9 +313,11 @@ def curve(results: Results) -> list[Row]:
 def promotion(results: Results) -> Section:
     """Each schedule at each K per promotion: its speed, what its output is worth, its own error."""
     rows = curve(results)
-    points = grouped(
-        rows, lambda row: (row.role, row.problem["block"] * (row.role == "kernel"), row.label)
-    )
+
+    def curve_of(row: Row) -> tuple[str, int, str]:
+        return row.role, row.problem["block"] if row.role == "kernel" else 0, row.label
+
+    points = grouped(rows, curve_of)
     ordered = sorted(points.items(), key=lambda item: item[0][:2])
     lines = [_promoted(block, label, same) for (_, block, label), same in ordered]
     shape = shape_text(rows[0].problem, ()) if rows else ""

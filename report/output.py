@@ -49,5 +49,8 @@ def _print(text: str) -> None:
 
 def as_markdown(tables: Titled) -> str:
     """Return tables with their titles, an empty line between two."""
-    parts = (f"### {title}\n\n" * bool(title) + table.markdown() for title, table in tables.items())
-    return "\n".join(parts)
+
+    def part(title: str, table: Table) -> str:
+        return f"### {title}\n\n{table.markdown()}" if title else table.markdown()
+
+    return "\n".join(part(*titled) for titled in tables.items())

@@ -109,9 +109,11 @@ def is_taken(trial: FrozenTrial, trial_s: float) -> bool:
 
     It is under way, or has an outcome that `trial_s`, the seconds for a config, would not change.
     """
+    if trial.state == TrialState.RUNNING:
+        return True
     told = trial.user_attrs
-    if trial.state == TrialState.RUNNING or told.get("outcome") != "timeout":
-        return trial.state == TrialState.RUNNING or "outcome" in told
+    if told.get("outcome") != "timeout":
+        return "outcome" in told
     measurement = Measurement.parse(told)
     return measurement is None or not measurement.lacked_time(trial_s)
 

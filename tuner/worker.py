@@ -253,7 +253,8 @@ class Bench:
         op, kind = self.job.op.name, self.device.kind
         left_out = [f"peer {name}: {op} has none of that name on {kind}" for name in missing]
         for name in factories[0]:
-            if name not in wanted if wanted is not None else name in SLOW_PEERS:
+            left = name in SLOW_PEERS if wanted is None else name not in wanted
+            if left:
                 continue
             try:
                 thunks = [factory[name]() for factory in factories]
