@@ -110,7 +110,7 @@ class BenchOptions:
 
     @property
     def file_format(self) -> str | None:
-        """What `-o` holds: `--format`, else what the file's suffix says."""
+        """Return what `-o` holds: `--format`, else what the file's suffix says."""
         if self.output is None:
             return None
         return self.format if self.format in FORMATS[1:] else self.output.suffix.lstrip(".")
@@ -207,7 +207,7 @@ def existing_rows(asked: BenchOptions) -> Results | None:
 
 
 def _dry_run(work: Sequence[Work], device: Device) -> None:
-    """What would be measured: a line for each kernel of each problem, or why it is left out."""
+    """Show what would be measured, a line per kernel and problem, or why it is left out."""
     from jetfire.measure import runner
     from jetfire.report.text import fields_text, plural
 
@@ -379,7 +379,7 @@ class Output:
 
 
 def render(results: Results, kind: str) -> str:
-    """Results as json, csv or md."""
+    """Return results as json, csv or md."""
     from jetfire.report import show
 
     if kind == "json":

@@ -80,11 +80,11 @@ class Pair:
         return self.verdict == "broken" and time_of(self.before) is None
 
     def slower_by(self, share: float) -> bool:
-        """It takes longer by more than a share, be that noise or not."""
+        """Return whether it takes longer by more than a share, be that noise or not."""
         return self.ratio is not None and self.ratio > 1 + share
 
     def regressed(self, by: float) -> bool:
-        """Slower by more than the given share, with spans apart, or right no longer."""
+        """Return whether it is slower by more than a share, spans apart, or right no longer."""
         if self.verdict == "broken":
             return not self.never_right
         return self.slower_by(by) and self.apart

@@ -26,7 +26,7 @@ from jetfire.report.text import plural, share, time_text, times
 
 LEAST_RUNS = 2  # on either side of a change: one alone may have been disturbed
 LEAST = math.log(1.02)  # a change that is worth a line
-CHANCE = 0.001  # of a history without any change, in which one is seen all the same
+CHANCE = 0.001  # the share of histories without any change in which one is reported
 AGREE = 0.5  # of a step of the ratio to the peer, what the own time must have moved by
 _OF_DIFFERENCE = 1.4826 / math.sqrt(2)  # the deviation, over the median difference of two samples
 
@@ -138,20 +138,20 @@ class KernelTimes:
 
     @cached_property
     def values(self) -> list[float]:
-        """Logarithms of the times over the peer's, or of the times where there is no peer."""
+        """Return logarithms of the times over the peer's, or of the times without a peer."""
         if self.peer is None:
             return self.own
         return [-math.log((point.row.vs_peer or {})[self.peer]) for point in self.points]
 
     @cached_property
     def between(self) -> float:
-        """How far one run is from the next, as a deviation: a few changes of level do not count."""
+        """Return how far one run is from the next, as a deviation; few changes do not count."""
         steps = [abs(b - a) for a, b in zip(self.values, self.values[1:], strict=False)]
         return _OF_DIFFERENCE * median(steps) if steps else 0.0
 
     @cached_property
     def within(self) -> float:
-        """How far the samples of a run scatter, by the percentiles that the timer gave."""
+        """Return how far the samples of a run scatter, by the percentiles that the timer gave."""
         return median([noise.scatter(point.row) or 0.0 for point in self.points])
 
 
@@ -214,8 +214,8 @@ def changes(every: Sequence[KernelTimes]) -> list[Change]:
 
     A series is split where two medians fit it best, and each part again, as long as a level moved
     by more than chance would move one anywhere in a thousandth of all histories (Bonferroni's
-    bound, over all places). Runs deviate by the larger of three: by what a run's samples do, by
-    what the series' runs do, and by what those of half of the device's series do.
+    bound, over all places). Runs deviate by the largest of three: by what a run's samples do, by
+    what the series' runs do, and by the median of what the runs of the device's series do.
     """
     found = []
     places = sum(len(series.points) for series in every)
@@ -284,7 +284,7 @@ def _step(series: KernelTimes, low: int, at: int, high: int, since: int | None =
 
 
 def table(found: Sequence[Change]) -> Table:
-    """A line per change: at which run a level began, and after which."""
+    """Return a line per change: at which run a level began, and after which."""
     head = ("device", "what", "since", "after", "before", "now", "×", "noise", "")
     rows = [
         (
@@ -330,7 +330,7 @@ def records(found: Sequence[Change]) -> list[dict[str, object]]:
 def summary(
     runs: Sequence[MeasuredRun], every: Sequence[KernelTimes], found: Sequence[Change]
 ) -> str:
-    """How much was judged, in a line."""
+    """Return in a line how much was judged."""
     told = counts(runs, every, found)
     judged = f"{plural(told['runs'], 'run')}, {plural(told['pairs'], 'pair')} of kernel and problem"
     text = f"{judged}: {told['slower']} slower than before"

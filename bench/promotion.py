@@ -26,7 +26,7 @@ from jetfire.measure.runner import Choice, Runner
 
 
 def sqnr(out: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
-    """10·log10(‖truth‖²/‖out − truth‖²) in dB: of the whole, and the median over the rows.
+    """Return 10·log10(‖truth‖²/‖out − truth‖²) in dB: of the whole, and the rows' median.
 
     The whole is decided by its largest rows; a row that is all zeros has no ratio.
 
@@ -49,7 +49,7 @@ class PromotionRunner(Runner):
     """Measures a product as a `Runner` does, and what its outputs are worth."""
 
     def _floats(self, case: Case, index: int) -> Tensors:
-        """The operands before they were quantised, of one set of inputs."""
+        """Return the operands before they were quantised, of one set of inputs."""
         where, options = self.device.torch_device, self.options
         return case.op.floats(case.problem, where, options.seed + index, options.data)
 
@@ -83,7 +83,7 @@ class PromotionRunner(Runner):
     def _schedule_error(
         self, case: Case, choice: Choice, inputs: Tensors, exact: torch.Tensor
     ) -> float | None:
-        """The error of the schedule's sums themselves, which a rounding to BF16 would hide."""
+        """Return the error of the schedule's sums, which rounding to BF16 would hide."""
         wide = Case(case.op, replace(case.problem, out="fp32"))
         if choice.kernel.legal(wide.problem, choice.config, self.device) is not None:
             return None

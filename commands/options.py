@@ -355,7 +355,7 @@ def _load(ctx: typer.Context, files: list[Path] | None) -> list[Path] | None:
     return files
 
 
-# Types of what may not be given, which is None then.
+# Types of options that may be left out: they are None then.
 Text = str | None
 Texts = list[str] | None
 File = Path | None

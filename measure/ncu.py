@@ -41,8 +41,8 @@ OPTIONS = (
     *("--cache-control", "all", "--clock-control", "none"),
     *("--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "function"),
 )
-# Counter → the metrics that say it, of which the first that ncu knows is asked for; how those of
-# several launches become one; and what one is worth in the counter's unit.
+# Counter → three things. The metrics that say it: the first that ncu knows is asked for. How the
+# values of several launches become one. The factor from the metric's unit to the counter's.
 _SUM, _MEAN, _MOST, _LEAST = "sum", "mean", "most", "least"
 _PEAK = "avg.pct_of_peak_sustained"
 METRICS: dict[str, tuple[tuple[str, ...], str, float]] = {

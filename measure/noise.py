@@ -73,7 +73,7 @@ def quantile(freedom: int) -> float:
 
 
 def _probability(angle: float, freedom: int) -> float:
-    """P(|t| < tan(angle)·√freedom), by Abramowitz and Stegun's 26.7.3 and 26.7.4."""
+    """Return P(|t| < tan(angle)·√freedom), by Abramowitz and Stegun's 26.7.3 and 26.7.4."""
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
     total = term if freedom > 1 else 0.0

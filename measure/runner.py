@@ -71,7 +71,7 @@ class Choice:
 
 
 def choices(case: Case, device: Device, options: Options) -> list[Choice]:
-    """Return the kernels of a problem, each with its config or the reason for a no.
+    """Return the kernels of a problem, each with its config, or with why it is left out.
 
     Warn of stale profiles, and of a problem that no kernel was tuned for.
 

@@ -63,7 +63,7 @@ class Advised:
 
     @property
     def known(self) -> list[Advice]:
-        """The layers whose time is known as it is and as it is advised."""
+        """The layers whose time is known, in BF16 and as advised."""
         return [a for a in self.layers if a.convert is not None and a.cost(self.recipe).bf16]
 
     @property

@@ -49,8 +49,9 @@ PEERS = {
 ADAPTED_PEERS = {name: variant for name, variant in PEERS.items() if variant.fp8 is None}
 MOST_RANK = 1024
 MOST_UNIT = 1000  # blocks, of any model
-# A model is not compiled there, but its blocks, and makes no mask. Weights that FSDP2 gathers move,
-# and torch's own graphs are captured anew: 1.55 s for a step of 0.13 (GPT-2 350M, two H100s).
+# Under FSDP2 a model's blocks are compiled, not the model, and no mask is made. Weights that it
+# gathers move, so torch's own graphs are captured anew: 1.55 s for a step of 0.13 (GPT-2 350M, two
+# H100s).
 SPREAD_PEERS = {
     name: variant
     for name, variant in PEERS.items()

@@ -57,7 +57,7 @@ class Traced:
 
     Attributes:
         layers: in the order in which they are first called.
-        left: why `convert` leaves other modules with a matrix that is no embedding's.
+        left: why `convert` leaves each other module that has a matrix, embeddings apart.
         parameters: how many numbers the model learns.
     """
 

@@ -76,7 +76,7 @@ class ParallelBench(ModelBench):
     variants: ClassVar[Mapping[str, TorchVariant]] = SPREAD_PEERS
 
     def measure(self, case: Any) -> list[Row]:
-        """Rows of the recipes, then of the peers, of the first process.
+        """Return rows of the recipes, then of the peers, of the first process.
 
         Raises:
             JetfireError: what went wrong in one of them, or that it died.
@@ -156,7 +156,8 @@ class _Failure:
     """Why a process ended.
 
     Attributes:
-        follows: how sure it is that another one's end was the cause: 0 where it was not.
+        follows: how sure it is that another process's end was the cause: 0 it failed itself, 1 it
+            died, 2 it lost its connection, 3 it was told to end.
     """
 
     text: str
@@ -172,7 +173,10 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Trouble:
-    """Why a process leaves something out, if the others come to know; None says that they do."""
+    """A failure that is told at once, in case the others never come to where it is shared.
+
+    None, told later, takes it back.
+    """
 
     why: _Failure
 

@@ -67,7 +67,7 @@ class ModelSubject(Subject):
         return self.model
 
     def _optimizer(self) -> torch.optim.AdamW:
-        """Fused; what is launched as it is has its weights' codes made in the update."""
+        """Return a fused AdamW: ours, which also quantises weights, where nothing is compiled."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         options: dict[str, Any] = {"lr": RATE, "capturable": self.replays}
         if self.variant.compiled:

@@ -36,8 +36,8 @@ _LIMITS = {"tensor_pct": "the tensor pipes", "memory_pct": "memory's pipes"}
 _LIMITS |= {"sm_pct": "instructions"}
 # The parts of memory that have a share of their own.
 _PARTS = {"dram_pct": "DRAM", "l2_pct": "the L2 cache", "l1_pct": "L1 and shared memory"}
-# Of what two configs are compared in: what it is called, and how its value is written. A share, or
-# a count, has to be worth mentioning: beside it stands what is added to both sides of a ratio.
+# What two configs are compared in: its name, how its value is written, and an amount that is added
+# to both values before their ratio is taken, so that small values do not count.
 _PERCENT = "{:.0f}%".format
 _COMPARED: dict[str, tuple[str, Any, float]] = {
     "dram": ("bytes from and to DRAM", lambda v: scaled(v, TRAFFIC), 1e4),

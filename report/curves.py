@@ -72,7 +72,7 @@ class Curve:
         )
 
     def smooth(self) -> list[float]:
-        """A running mean over about a fiftieth of the run, unbiased at its start."""
+        """Return a running mean over about a fiftieth of the run, unbiased at its start."""
         keep = 1 - 1 / max(1.0, len(self.losses) / 50)
         mean, weight, out = 0.0, 0.0, []
         for loss in self.losses:
@@ -81,7 +81,7 @@ class Curve:
         return out
 
     def smooth_points(self) -> StepValues:
-        """`smooth` at no more than about POINTS steps, the last one among them."""
+        """Return `smooth` at no more than about POINTS steps, the last one among them."""
         stride = -(-len(self.steps) // POINTS)
         first = (len(self.steps) - 1) % stride
         return self.steps[first::stride], self.smooth()[first::stride]
@@ -96,7 +96,7 @@ class CurveGroup:
 
     @classmethod
     def of(cls, label: str, runs: list[Curve]) -> CurveGroup:
-        """Means over the steps that all of them have; the label is that of the mean."""
+        """Return means over the steps that all of them have; the label is that of the mean."""
         best = [min(run.validation) for run in runs if run.validation]
         text = f"{label}, {len(runs)} seeds" if len(runs) > 1 else label
         if best:
@@ -107,7 +107,7 @@ class CurveGroup:
 
 
 def _aligned(series: Sequence[StepValues]) -> tuple[list[int], list[list[float]]]:
-    """The steps that all have, and at each of them everyone's value."""
+    """Return the steps that all have, and at each of them everyone's value."""
     at = [dict(zip(steps, values, strict=True)) for steps, values in series]
     shared = [step for step in series[0][0] if all(step in one for one in at)]
     return shared, [[one[step] for one in at] for step in shared]
@@ -124,7 +124,7 @@ def watched_of(groups: Sequence[CurveGroup]) -> list[WatchedRun]:
 
 
 def apart(base: Curve, other: Curve) -> StepValues:
-    """Steps that both evaluated, and there the other's validation loss above the base's, in %."""
+    """Return steps that both evaluated, and how far this loss is above the base's there, in %."""
     known = dict(zip(base.evaluated, base.validation, strict=True))
     both = [(s, v) for s, v in zip(other.evaluated, other.validation, strict=True) if s in known]
     return [s for s, _ in both], [100 * (v / known[s] - 1) for s, v in both]

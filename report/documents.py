@@ -45,7 +45,7 @@ Adds = Callable[[Results, Path], Addition]
 
 
 def device_text(results: Results) -> str:
-    """What it was measured on, and the ceilings."""
+    """Return what it was measured on, and the ceilings."""
     device = results.device
     peaks = device.get("peaks") or {}
     how = peaks.get("how") or {}

@@ -148,7 +148,7 @@ def _shrink(widths: list[int], floors: Sequence[int], room: int) -> None:
 
 
 def _widen(widths: list[int], wanted: Sequence[int], room: int) -> None:
-    """Give what room there is to the columns that want it, the shortest of its wish first."""
+    """Give the room that is left to columns that want more, first to the one that lacks most."""
     while sum(widths) < room:
         short = [wish - width for wish, width in zip(wanted, widths, strict=True)]
         if max(short) <= 0:

@@ -79,7 +79,7 @@ def _mean(ratios: list[float]) -> str:
 
 
 def layers(results: Results) -> Section:
-    """The paper's six layers: the product of packed codes, and the whole forward and backward."""
+    """Return the paper's six layers: products of packed codes, and whole forward and backward."""
     columns = _columns(results)
     lines = []
     for shape in _shapes() if columns else ():
@@ -131,7 +131,7 @@ def _described(row: Row) -> str:
 
 
 def memory_bound(results: Results) -> Section:
-    """The other ops alone: bandwidth, and against torch.compile."""
+    """Return the other ops alone: bandwidth, and against torch.compile."""
     alone = [name for name in measured("int4") if not registry.get(name).baselines]
     rows = sorted(_kernels(results, *alone), key=lambda row: alone.index(row.op))
     lines = []

@@ -77,7 +77,7 @@ def _tflops(rows: Iterable[Row]) -> str:
 
 
 def gemm_squares(results: Results) -> Section:
-    """TFLOP/s of each kernel and block, and of each peer, by size."""
+    """Return TFLOP/s of each kernel and block, and of each peer, by size."""
     rows = square_gemm(results)
     sizes = sorted({row.problem["m"] for row in rows})
     named: list[tuple[str, dict[str, int]]] = [
@@ -94,7 +94,7 @@ def gemm_squares(results: Results) -> Section:
 
 
 def gemm_outputs(results: Results) -> Section:
-    """What each output costs at 8192³."""
+    """Return what each output costs at 8192³."""
     every = having(gemm(results), m=8192, n=8192, k=8192)
     rows = [row for row in every if row.role == "kernel"]
     named = [name for name in varying(rows)[1] if name != "block"] if rows else []
@@ -114,7 +114,7 @@ def _fields(row: Row, names: Sequence[str]) -> str:
 
 
 def large(results: Results) -> Section:
-    """Every memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
+    """Return each memory-bound op at the two large shapes: bandwidth, and against torch.compile."""
 
     def key(row: Row) -> tuple[Any, ...]:
         compared = (row.problem.get(name) for name in ("mode", "stats", "residual"))
@@ -143,7 +143,7 @@ def _shape(row: Row) -> tuple[int, int]:
 
 
 def gemm_models(results: Results) -> Section:
-    """The GEMMs of one transformer block of each model, against cuBLAS BF16."""
+    """Return the GEMMs of one transformer block of each model, against cuBLAS BF16."""
     rows = having(gemm(results), bias=False)
     lines = []
     pairs: dict[int, list[tuple[float, float]]] = {block: [] for block in BLOCKS}
@@ -174,7 +174,7 @@ def gemm_models(results: Results) -> Section:
 
 
 def gemm_few_rows(results: Results) -> Section:
-    """Products of few rows, which read their weights and do little else."""
+    """Return products of few rows, which read their weights and do little else."""
     found = [
         row
         for row in plain_gemm(results)
@@ -195,7 +195,7 @@ def gemm_few_rows(results: Results) -> Section:
 
 
 def gemm_codes(results: Results) -> Section:
-    """What INT8 output in blocks of 32 costs at the models' products of blocks of 128."""
+    """Return what INT8 output in blocks of 32 costs at the models' products of blocks of 128."""
     rows = [row for row in having(gemm(results), block=128, bias=False) if row.role == "kernel"]
     lines, ratios = [], []
     for name, model in MODELS.items():
@@ -256,7 +256,7 @@ def usual(rows: Iterable[Row]) -> list[Row]:
 
 
 def small_models(results: Results) -> Section:
-    """Memory-bound ops at the models' shapes: share of the copy bandwidth."""
+    """Return memory-bound ops at the models' shapes: share of the copy bandwidth."""
     rows = memory_bound(results)
     found = [row for row in usual(rows) if row.problem.get("stats", "row") == "row"]
     lines = []
@@ -284,7 +284,7 @@ def small_models(results: Results) -> Section:
 
 
 def other_products(results: Results) -> Section:
-    """Products of other ops than the GEMM: the fastest kernel of each problem."""
+    """Return products of other ops than the GEMM: the fastest kernel of each problem."""
     found = [row for row in timed(results) if row.tflops and row.op not in measured(PRODUCTS)]
     lines = []
     for same in grouped(found, lambda row: (row.op, problem_text(row.problem))).values():
@@ -311,7 +311,7 @@ def curve(results: Results) -> list[Row]:
 
 
 def promotion(results: Results) -> Section:
-    """Each schedule at each K per promotion: its speed, what its output is worth, its own error."""
+    """Return each schedule at each K per promotion: speed, worth of its output, its own error."""
     rows = curve(results)
 
     def curve_of(row: Row) -> tuple[str, int, str]:

@@ -46,7 +46,7 @@ class Series:
 
 
 def series_of(rows: Sequence[Row]) -> list[Series]:
-    """One op's rows as series: kernels apart by every field that varies, peers by name alone."""
+    """Return one op's rows as series: kernels by every field that varies, peers by name."""
     timed = [row for row in rows if row.ms is not None]
     differing = varying(timed)[1] if timed else []
 
@@ -73,7 +73,7 @@ def shape_of(row: Row) -> tuple[int, ...]:
 
 
 def axis_of(rows: Sequence[Row]) -> Axis:
-    """A size axis where one dimension, or all together, tells the shapes apart; else a list."""
+    """Return a size axis where one dimension, or all at once, tells shapes apart; else a list."""
     shapes = sorted({shape_of(row) for row in rows})
     dims = [dim for dim in DIMS if dim in rows[0].problem]
     moving = [i for i in range(len(dims)) if len({shape[i] for shape in shapes}) > 1]
@@ -157,7 +157,7 @@ def _draw(ax: Axes, series: Sequence[Series], axis: Axis, value: Value) -> None:
 
 
 def _bars(ax: Axes, series: Sequence[Series], value: Value) -> None:
-    """One shape alone: a bar for each series, the first on top."""
+    """Draw one shape alone: a bar for each series, the first on top."""
     for i, (one, style) in enumerate(zip(series, _styles(series), strict=True)):
         values = [y for row in one.rows if (y := value(row)) is not None]
         if values:
@@ -197,7 +197,7 @@ def _rate(ax: Axes, series: Sequence[Series], axis: Axis, peaks: Mapping[str, An
 
 
 def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> None:
-    """TFLOP/s against operations per byte, under the measured ceilings."""
+    """Draw TFLOP/s against operations per byte, under the measured ceilings."""
     peak, slope = peaks["int8_tops"], peaks["copy_gbps"] / 1e3  # TFLOP/s, TB/s
     intensities = []
     for one, style in zip(series, _styles(series), strict=True):
@@ -221,7 +221,7 @@ def _roofline(ax: Axes, series: Sequence[Series], peaks: Mapping[str, Any]) -> N
 
 
 def figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
-    """Each op's charts below each other, and their legend."""
+    """Draw each op's charts below each other, and their legend."""
     parts = [_Part.of(part) for part in by_op(rows) if any(row.ms is not None for row in part)]
     peaks = device.get("peaks") or {}
     heights = [part.height(peaks) for part in parts]
@@ -283,7 +283,7 @@ class _Part:
 
 
 def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
-    """Speed against SQNR, a chart for each kind of data: up and to the right is better.
+    """Draw speed against SQNR, a chart per kind of data: up and to the right is better.
 
     A line for each schedule, through its K per promotion; a point for each peer. Where A's rows
     differ in size, as gradients' do, one more chart has the median over the rows of C.
@@ -317,7 +317,7 @@ def promotion_figure(rows: Sequence[Row], device: Mapping[str, Any]) -> Figure:
 
 
 def _tradeoff(ax: Axes, series: Series, by_row: bool, style: Mapping[str, Any], left: bool) -> None:
-    """A schedule's line, each point with its K per promotion; or a peer's median point."""
+    """Draw a schedule's line, each point with its K per promotion; or a peer's median point."""
     rows = sorted(series.rows, key=lambda row: row.problem["block"])
     xs = [(row.row_sqnr_db if by_row else row.sqnr_db) or 0.0 for row in rows]
     ys = [row.tflops or 0.0 for row in rows]

@@ -74,7 +74,7 @@ class FinishedRun:
 
     @property
     def tokens(self) -> int:
-        """A step's."""
+        """Tokens of one step, of all processes together."""
         s, processes = self.head["settings"], self.head["device"]["processes"]
         return int(s["batch"] * s["accumulate"] * s["context"] * processes)
 
@@ -143,7 +143,7 @@ class Preset:
         return self.name.removeprefix("gpt2-").removesuffix("-char")
 
     def text(self) -> str:
-        """What was trained on what, of the runs' headers; what differs among them is not said."""
+        """Return what was trained on what, by the runs' headers, less what differs among them."""
         head, s = self.runs[0].head, self.runs[0].head["settings"]
         seeds = sorted({run.setting("seed") for run in self.runs})
         tokens = self.runs[0].tokens

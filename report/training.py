@@ -64,7 +64,7 @@ class ModelStepProblem(TypedDict):
 
 
 def problem_text(row: Row) -> str:
-    """``4 layers of width 4096, 4×1024 tokens``."""
+    """Return ``4 layers of width 4096, 4×1024 tokens``."""
     p = row.problem
     if "model" in p:
         sizes = f", {p['batch']}×{p['context']} tokens" if "batch" in p else ""

@@ -133,7 +133,7 @@ class _File:
 
 
 def shipped(device: Mapping[str, Any]) -> list[ShippedEntry]:
-    """Every entry shipped for a device, op by op."""
+    """Return every entry shipped for a device, op by op."""
     folder = profiles.path(profiles.SHIPPED, Device("cuda", name=str(device.get("name"))), "")
     return [
         ShippedEntry(op, entry)
@@ -164,7 +164,7 @@ def records(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[An
 
 
 def gains(entries: Iterable[ShippedEntry]) -> list[float]:
-    """The gains over defaults that did not fail."""
+    """Return the gains over defaults that did not fail."""
     return [one.gain for one in entries if one.gain is not None]
 
 
@@ -190,7 +190,7 @@ def _parts(entries: Sequence[ShippedEntry]) -> dict[str, list[ShippedEntry]]:
 
 
 def overall(entries: Sequence[ShippedEntry]) -> Table:
-    """Products and the other ops, a problem once."""
+    """Return products and the other ops, each problem once."""
     rows = []
     for name, part in _parts(in_use(entries)).items():
         ratios = grouped((one for one in part if one.peer), lambda one: peer_of(one.op))
@@ -211,7 +211,7 @@ def overall(entries: Sequence[ShippedEntry]) -> Table:
 
 
 def by_kernel(entries: Sequence[ShippedEntry]) -> Table:
-    """A row for each op, kernel, direction or output, and block."""
+    """Return a row for each op, kernel, direction or output, and block."""
     found = grouped(entries, lambda one: (one.op, one.entry.kernel, one.kind))
 
     order = {op: i for i, op in enumerate(dict.fromkeys(one.op for one in entries))}
@@ -240,7 +240,7 @@ def by_kernel(entries: Sequence[ShippedEntry]) -> Table:
 
 
 def _provenance(entries: Sequence[ShippedEntry]) -> str:
-    """What they were tuned with, and whether the kernels are still the same."""
+    """Return what they were tuned with, and whether the kernels are still the same."""
 
     def values(name: str) -> str:
         found = {str(one.entry.provenance.get(name)) for one in entries}
@@ -283,7 +283,7 @@ def _tuned_section(entries: Sequence[ShippedEntry], plot: str, found: Sequence[L
 
 
 def alt(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> str:
-    """What the plot shows, in words."""
+    """Return what the plot shows, in words."""
     problems = [one for one in in_use(entries) if one.gain is not None]
     text = f"Gain over the default of {len(problems)} tuned problems, sorted within each op"
     if problems:
@@ -308,7 +308,7 @@ def _worst(part: Sequence[Lookup], ratio: Callable[[Lookup], float]) -> str:
 
 
 def near(found: Iterable[Lookup]) -> int:
-    """How many lookups are within 10% of what tuning gave, or faster."""
+    """Return how many lookups are within 10% of what tuning gave, or faster."""
     return sum(one.ratio <= NEAR for one in found)
 
 
@@ -349,7 +349,7 @@ def sections(entries: Sequence[ShippedEntry], found: Sequence[Lookup], plot: str
 
 
 def readme(entries: Sequence[ShippedEntry], found: Sequence[Lookup]) -> list[str]:
-    """The README's line of each."""
+    """Return the README's line of each."""
     lines = []
     if entries:
         problems = in_use(entries)

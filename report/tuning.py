@@ -67,7 +67,7 @@ def _index(studies: Sequence[SavedStudy]) -> Table:
 
 
 def _section(identifier: str, study: SavedStudy) -> dict[str, Any]:
-    """What the page says of one study, by the template's names."""
+    """Return what the page says of one study, by the template's names."""
     outcomes = ", ".join(f"{count} {fate}" for fate, count in study.fates.items())
     energy = ["J"] if any(attempt.joules is not None for attempt in study.attempts) else []
     first = ["", "trial", "outcome", "ms", "p20–p80", *energy, "seconds"]
@@ -91,7 +91,7 @@ def _section(identifier: str, study: SavedStudy) -> dict[str, Any]:
 
 
 def _counted(study: SavedStudy) -> dict[str, Any] | None:
-    """The table of counters, and what they come to; None where nothing was counted."""
+    """Return the table of counters, and what they come to; None where nothing was counted."""
     if not (found := study.counted):
         return None
     sides = list(found.values())
@@ -105,7 +105,7 @@ def _counted(study: SavedStudy) -> dict[str, Any] | None:
 
 
 def _provenance(study: SavedStudy) -> Pairs:
-    """What was measured, on what, with what: as the study says."""
+    """Return what was measured, on what, with what: as the study says."""
     device = study.device
     capability = device.get("capability")
     found = {
@@ -237,7 +237,7 @@ def _roofline_caption(study: SavedStudy) -> str:
 
 
 def _row(study: SavedStudy, attempt: Attempt, energy: bool) -> list[str]:
-    """A trial's texts; config fields that varied have a column each."""
+    """Return a trial's texts; config fields that varied have a column each."""
     spread = NOTHING
     said = attempt.said
     if said.ms_p20 is not None and said.ms_p80 is not None:

@@ -40,7 +40,7 @@ Of = Callable[["Attempt"], Any]  # a coordinate of a trial's point
 
 
 def log_ticks(low: float, high: float) -> Ticks:
-    """Round values between two bounds, on a log axis: at least three of them, where there are."""
+    """Return round values between two bounds on a log axis, three at least where there are."""
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for mantissas in (
@@ -98,14 +98,14 @@ def _points(name: str, attempts: Sequence[Attempt], x: Of, y: Of, **marker: Any)
 def _line(
     name: str, x: Sequence[float], y: Sequence[float], colour: str, **line: str
 ) -> go.Scatter:
-    """A line, whose name stands under the pointer unless it is a staircase between points."""
+    """Draw a line, whose name stands under the pointer unless it is a staircase."""
     hover = "skip" if "shape" in line else "name"
     style = {"color": colour, "width": 2, **line}
     return go.Scatter(name=name, mode="lines", x=x, y=y, hoverinfo=hover, line=style)
 
 
 def _marked(study: SavedStudy, among: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
-    """The default and the best, where drawn, as large symbols on top."""
+    """Draw the default and the best, where drawn, as large symbols on top."""
     edge = {"width": 1.5, "color": "#ffffff"}
     marks = (
         ("default", study.default, {"size": 13, "symbol": "diamond", "color": DEFAULT}),
@@ -119,7 +119,7 @@ def _marked(study: SavedStudy, among: Sequence[Attempt], x: Of, y: Of) -> list[g
 
 
 def _by_fate(attempts: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
-    """Measured trials, a trace an outcome; what was measured briefly is drawn hollow."""
+    """Draw measured trials, a trace per outcome; what was measured briefly is hollow."""
     groups = {fate: [a for a in attempts if a.fate == fate] for fate in FATES}
     symbols = {"slow": "circle-open"}
     return [
@@ -130,13 +130,13 @@ def _by_fate(attempts: Sequence[Attempt], x: Of, y: Of) -> list[go.Scatter]:
 
 
 def _cost(attempt: Attempt) -> float:
-    """What a measured trial's first objective was: ms or J."""
+    """Return what a measured trial's first objective was: ms or J."""
     assert attempt.values is not None
     return attempt.values[0]
 
 
 def _level(study: SavedStudy, name: str) -> tuple[float, str] | None:
-    """The default's or the best's cost, and where it was measured: the final comparison first."""
+    """Return the default's or the best's cost and its source: the final comparison first."""
     fields = {"best": study.units[0].replace("J", "joules"), "default": "default_ms"}
     if study.final is not None and (name == "best" or study.units[0] == "ms"):
         value = study.final.get(fields[name])
@@ -147,7 +147,7 @@ def _level(study: SavedStudy, name: str) -> tuple[float, str] | None:
 
 
 def history(study: SavedStudy) -> go.Figure | None:
-    """Each trial's cost by number, the best so far, and above them those that failed."""
+    """Draw each trial's cost by number, the best so far, and above them those that failed."""
     failed = [a for a in study.attempts if a.values is None or a.ms is None]
     if not study.attempts:
         return None
@@ -208,7 +208,7 @@ def _measured_history(figure: go.Figure, study: SavedStudy, last: int, top: floa
 
 
 def importance(study: SavedStudy) -> go.Figure | None:
-    """A bar a parameter, longest on top; with two objectives two bars."""
+    """Draw a bar per parameter, longest on top; with two objectives two bars."""
     found = {unit: shares for unit, shares in study.importances.items() if shares}
     if not found:
         return None
@@ -245,7 +245,7 @@ def _shade(share: float) -> str:
 
 
 def _places(study: SavedStudy, ranked: Sequence[Attempt]) -> dict[int, list[float]]:
-    """Trial number → its height on each field's axis, in [0, 1].
+    """Return trial number → its height on each field's axis, in [0, 1].
 
     Every value has a band; within it the trials stand by cost, the best lowest, so that a band's
     colours show how its value does.
@@ -263,7 +263,7 @@ def _places(study: SavedStudy, ranked: Sequence[Attempt]) -> dict[int, list[floa
 
 
 def parallel(study: SavedStudy) -> go.Figure | None:
-    """A line a measured trial through its config's fields to its cost, coloured by it."""
+    """Draw a line per measured trial through its config's fields to its cost."""
     ranked = sorted(study.measured, key=lambda a: (_cost(a), a.number))
     if not ranked or not study.fields:
         return None
@@ -305,7 +305,7 @@ def _lines(
     line: Mapping[str, Any],
     **more: Any,
 ) -> go.Scatter:
-    """One trace of many lines, with a gap after each."""
+    """Draw one trace of many lines, with a gap after each."""
     x: list[float | None] = []
     y: list[float | None] = []
     texts: list[str] = []
@@ -328,7 +328,7 @@ def _lines(
 
 
 def _parallel_axes(figure: go.Figure, study: SavedStudy, low: float, high: float) -> None:
-    """A vertical a field with its values' names; at the right the cost's own, logarithmic."""
+    """Draw a vertical per field with its values' names; the cost's own is at the right."""
     names = [*study.fields, COST[study.units[0]]]
 
     def label(x: int, y: float, text: str, anchor: str, shift: int) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def _parallel_axes(figure: go.Figure, study: SavedStudy, low: float, high: float
 
 
 def roofline(study: SavedStudy) -> go.Figure | None:
-    """Attained rate under the measured peaks: TOPS by intensity; GB/s for a memory-bound op."""
+    """Draw the attained rate under measured peaks: TOPS by intensity; GB/s if memory-bound."""
     flops, nbytes = study.get("flops"), study.get("bytes")
     if not study.measured or not nbytes:
         return None
@@ -387,7 +387,7 @@ def roofline(study: SavedStudy) -> go.Figure | None:
 def _roofs(
     copy: float | None, tops: float | None, left: float, ridge: float, right: float
 ) -> list[go.Scatter]:
-    """The slope of the copy bandwidth and the level of the INT8 peak, as far as each binds."""
+    """Draw the slope of the copy bandwidth and the level of the INT8 peak where each binds."""
     found = []
     if copy:
         ends = [left, ridge if tops else right]
@@ -400,7 +400,7 @@ def _roofs(
 
 
 def _bandwidth(study: SavedStudy, nbytes: float) -> go.Figure:
-    """A strip of the trials' GB/s beside the copy bandwidth; the height only parts them."""
+    """Draw the trials' GB/s in a strip beside the copy's; the height only parts them."""
     copy = (study.get("peaks") or {}).get("copy_gbps")
 
     def rate(attempt: Attempt) -> float:
@@ -431,7 +431,7 @@ def front(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def pareto(study: SavedStudy) -> go.Figure | None:
-    """Energy over time, with the trials that nothing beats in both."""
+    """Draw energy over time, with the trials that nothing beats in both."""
     both = [a for a in study.measured if a.joules]
     if not both:
         return None
@@ -450,7 +450,7 @@ def pareto(study: SavedStudy) -> go.Figure | None:
 
 
 def stalls(study: SavedStudy) -> go.Figure | None:
-    """For what warps wait, a bar for the winner and one for the default, of stacked parts."""
+    """Draw what warps wait for: stacked bars, one for the winner and one for the default."""
     bars = {name: counters.stalls(found) for name, found in study.counted.items()}
     reasons = dict.fromkeys(reason for found in bars.values() for reason in found)
     if not reasons:

@@ -152,7 +152,7 @@ def read(content: bytes, file: Path) -> ForeignTable | None:
 
 
 def _results(cache: _Cache, file: Path) -> list[dict[str, Any]]:
-    """The entries of a cache as T4 has them."""
+    """Return the entries of a cache as T4 has them."""
     found = []
     entries = schema.convert({"cache": list(cache["cache"].values())}, _Entries, file)["cache"]
     for entry in entries:
@@ -173,7 +173,7 @@ def _results(cache: _Cache, file: Path) -> list[dict[str, Any]]:
 
 
 def _rows(t4: _T4, file: Path) -> list[tuple[dict[str, Any], Measurement]]:
-    """Each config with what became of it.
+    """Return each config with what became of it.
 
     Raises:
         Unreadable: two have other parameters, or one that ran has no time.
@@ -195,7 +195,7 @@ def _rows(t4: _T4, file: Path) -> list[tuple[dict[str, Any], Measurement]]:
 
 
 def _time(result: _Result) -> Any:
-    """What is given as a config's time: else the median of its calls; None where it failed."""
+    """Return a config's time: as given, else the median of its calls; None where it failed."""
     if result["invalidity"] != "correct":
         return None
     for given in result.get("measurements", ()):

@@ -59,7 +59,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
 
 
 def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> SearchTarget | str:
-    """A kernel with what it may be tuned over, or why there is nothing."""
+    """Return a kernel with what it may be tuned over, or why there is nothing."""
     default = kernel.default(case.problem, device)
     if reason := kernel.legal(case.problem, default, device):
         return f"{kernel.name}: {reason}"
@@ -74,7 +74,7 @@ def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> S
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, as batch systems send it, ends the command as Ctrl-C does."""
+    """Have SIGTERM, as batch systems send it, end the command as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -179,7 +179,7 @@ def _contents(asked: TuneOptions, session: Session) -> Iterator[tuple[Path, byte
 def replay(
     file: Path, strategy: str, trials: int | None, seed: int, record: Path | None = None
 ) -> str:
-    """What a strategy finds on a recorded space, in one line; no device is needed.
+    """Show in one line what a strategy finds on a recorded space; no device is needed.
 
     Args:
         file: a recording, or another tuner's table.

@@ -286,7 +286,7 @@ class DeviceRunner:
             self._done.append((task.number, replace(answer, seconds=seconds)))
 
     def _end(self, seat: _Seat, outcome: Outcome, message: str) -> None:
-        """A worker that died or hangs: the trial ends, and the next one gets another worker.
+        """End the trial of a worker that died or hangs; the next trial gets another worker.
 
         Before it has begun with the config that is not to blame: another worker tries, once.
         """

@@ -67,7 +67,7 @@ class SearchDisplay:
     def begin(
         self, title: str, trials: int, seconds: float, known: list[tuple[Config, Measurement]]
     ) -> None:
-        """A new search.
+        """Show a new search.
 
         Args:
             trials, seconds: its limits.
@@ -107,7 +107,7 @@ class SearchDisplay:
             self.note(f"{measurement.outcome}: {config_text(config)}: {reason[0]}")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         if self._live is not None:
             self._live.console.print(f"jetfire: {terminal.line(text)}")
         else:
@@ -161,7 +161,7 @@ SPARE = ("failed", "trials", "× peer", "default")  # what goes first where a te
 def show(tuned: Sequence[FinishedSearch], device: Device, form: str = "table") -> None:
     """Give what searches came to, with the gains' mean where a default could run.
 
-    Of none there is no table, but a document that says so.
+    Of no searches there is no table; other forms are a document without any.
     """
     searches = [_record(one) for one in tuned]
     output.give(
@@ -238,7 +238,7 @@ def _searched(target: SearchTarget) -> str:
 
 
 def changes(config: Config, default: Config) -> str:
-    """The fields in which a config is not the default."""
+    """Return the fields in which a config is not the default."""
     usual = default.as_dict()
     found = {name: v for name, v in config.as_dict().items() if v != usual[name]}
     return problem_text(found) or "the default"

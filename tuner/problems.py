@@ -26,7 +26,7 @@ def parts() -> dict[str, list[Case]]:
 
 
 def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
-    """The problems of some ops and blocks (of all where none is named), each once.
+    """Return the problems of some ops and blocks (of all where none is named), each once.
 
     Those of an op that knows no blocks are found whatever the blocks.
     """
@@ -47,7 +47,7 @@ def cases(names: Sequence[str] = (), blocks: Sequence[str] = ()) -> list[Case]:
 
 
 def commands() -> list[str]:
-    """What `jetfire tune` is given to tune them all: ops that are tuned alike go together."""
+    """Return the words that have `jetfire tune` tune them: ops that are alike go together."""
     groups: dict[tuple[bool, int, Tuning], list[str]] = {}
     for name in registry.names():
         op = registry.get(name)

@@ -54,7 +54,7 @@ class Recording:
     trials: Mapping[Config, Measurement]
 
     def space(self) -> Space:
-        """The recorded configs, and no others, however many combinations there are."""
+        """Return the space of the recorded configs alone, however many combinations there are."""
         every = Space(self.fields, self.base, lambda _: None)
         points = [every.point(config.as_dict()) for config in self.trials]
         return Space(

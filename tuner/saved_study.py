@@ -93,7 +93,7 @@ def _valid(value: Any, kind: Any) -> Any:
 
 
 def clean(text: object) -> str:
-    """Text without a terminal's escapes and without what no UTF-8 file can hold."""
+    """Return text without a terminal's escapes and without what no UTF-8 file can hold."""
     return _ESCAPES.sub(" ", str(text)).strip()
 
 
@@ -139,7 +139,7 @@ class Attempt:
         return self.said.joules
 
     def has(self, name: str, value: Any) -> bool:
-        """Whether its config has just that value of a field; 1 and True are two."""
+        """Return whether its config has just that value of a field; 1 and True are two."""
         return name in self.config and same(self.config[name], value)
 
 
@@ -294,12 +294,12 @@ def _units(objective: str | None) -> tuple[str, ...]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, but 1 and True are two values."""
+    """Return whether two values are equal; 1 and True are not."""
     return type(a) is type(b) and bool(a == b)
 
 
 def _rank(order: Sequence[Any]) -> Callable[[Any], tuple[int, str, Any]]:
-    """The place in the space's list; values that are not in it follow, by size."""
+    """Return a value's place in the space's list; values outside it follow, by size."""
 
     def key(value: Any) -> tuple[int, str, Any]:
         place = next((i for i, known in enumerate(order) if same(value, known)), len(order))
@@ -311,7 +311,7 @@ def _rank(order: Sequence[Any]) -> Callable[[Any], tuple[int, str, Any]]:
 
 
 def _importances(study: optuna.Study, objective: int) -> dict[str, float]:
-    """Share of each parameter in being among the best tenth (PED-ANOVA, arXiv 2304.10255).
+    """Return each parameter's share in being among the best tenth (PED-ANOVA, arXiv 2304.10255).
 
     Returns:
         Highest first, summing to 1; empty where the trials say nothing.

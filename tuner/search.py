@@ -26,7 +26,7 @@ from jetfire.tuner.strategies import Exhausted
 from jetfire.tuner.study import StorageError, Study
 from jetfire.tuner.trial import Comparison, Measurement, Objective, RunnerError
 
-# A search of which nothing is known yet may take longer than it has, so that something is.
+# Extra seconds for a search in which no config was tried yet, so that at least one is.
 GRACE_S = 4.0
 ROUNDS = 15  # of a comparison
 LEAST_AHEAD = 4
@@ -43,7 +43,7 @@ class TrialRunner(Protocol):
         """Begin to measure a config, as trial `number`."""
 
     def wait(self, timeout: float) -> list[tuple[int, Measurement]]:
-        """What has come to an end, after at most so many seconds; at least one where there is."""
+        """Return what has ended, after so many seconds at most; at least one where there is any."""
 
     def cancel(self) -> None:
         """Give up all that is under way."""
@@ -58,7 +58,7 @@ class TrialRunner(Protocol):
         """
 
     def now(self) -> float:
-        """Seconds, from some time on."""
+        """Return seconds since some fixed time."""
 
     def close(self) -> None:
         """Let go of processes and devices."""
@@ -114,7 +114,7 @@ def search(study: Study, runner: TrialRunner, limits: Limits, progress: Progress
 
 
 def _log(file: Path, number: int, config: Config, measurement: Measurement) -> None:
-    """Failures with all that is known of them."""
+    """Log failures with all that is known of them."""
     if measurement.measured:
         return
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -253,7 +253,7 @@ class CountedSearch:
 
     @property
     def said(self) -> str:
-        """What the winner differs in from the default, else what limits it, in a sentence."""
+        """Return a sentence: how the winner differs from the default, else what limits it."""
         return counters.verdict(self.winner, self.default)
 
 
@@ -269,7 +269,7 @@ def costs(timing: Timing, objective: Objective) -> np.ndarray:
 
 
 def beats(challenger: Timing, incumbent: Timing, objective: Objective) -> bool:
-    """The challenger's gain exceeds the noise, and `LEAST_GAIN`.
+    """Return whether the challenger's gain exceeds the noise, and `LEAST_GAIN`.
 
     Rounds are paired, since drift hits both alike: the 95% confidence interval of the median ratio,
     which is one of its order statistics, must lie below 1. So must the ratio of the medians, which
@@ -348,7 +348,7 @@ def compare(
 
 
 def best_for_all(times: Sequence[Mapping[Config, float]], how: str) -> tuple[Config, list[float]]:
-    """The one config that is best for several problems, and its ratio to each problem's best.
+    """Return the config that is best for several problems, and its ratio to each one's best.
 
     Args:
         times: of each problem, config → what is to be small.
@@ -376,8 +376,10 @@ def _compare(
     rounds: int,
     failed: Mapping[Config, str],
 ) -> Comparison:
-    """A comparison that brings its worker down is repeated without the peers, one of which may be
-    to blame, and then without those configs that bring it down alone.
+    """Compare configs and peers in one worker.
+
+    A comparison that brings its worker down is repeated without the peers, one of which may be to
+    blame, and then without those configs that bring it down alone.
 
     Args:
         failed: config → why, of those that have failed already.

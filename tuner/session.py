@@ -44,8 +44,8 @@ from jetfire.tuner.trial import Measurement, RunnerError, digits
 from jetfire.tuner.worker import Job
 
 NEAREST = 3  # configs of neighbouring problems' profiles that are tried first
-# Seconds that the final comparison takes at first guess, and that a search gets at least: of many
-# searches and little time the first are done well, and the others left.
+# Seconds: a first guess at what a final comparison takes, and the least that a search gets. Where
+# time is too short for all searches, the first are done well and the others are not begun.
 FINAL_S, LEAST_S = 3.0, 2.0
 # Outcomes that another run would not change; a crash may have come from outside.
 LASTING = ("wrong", "illegal", "compile")
@@ -451,7 +451,7 @@ class Session:
 
 
 def is_current(found: Found, objective: str) -> bool:
-    """A profile for just this problem, objective and kernel source."""
+    """Return whether a profile is for just this problem, objective and kernel source."""
     if found.entry is None or found.source != "tuned" or found.stale:
         return False
     return found.entry.objective == objective

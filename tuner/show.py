@@ -56,7 +56,7 @@ class Wanted:
 
     @classmethod
     def of(cls, request: Request, kernels: Sequence[str]) -> Wanted:
-        """What a request for problems leaves."""
+        """Return the filter that a request for problems stands for."""
         fields: dict[str, Collection[str]] = {
             name: [str(size) for size in sizes] for name, sizes in request.sizes.items()
         }
@@ -90,7 +90,7 @@ def _sizes(op: Op, problem: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def found(names: Sequence[str], device: Device | None, wanted: Wanted) -> Iterator[Profile]:
-    """The profiles of some ops (of all where none is named) on a device, or on every one."""
+    """Return the profiles of some ops (of all where none is named) on one device or on all."""
     chosen = [op.name for op in choose_ops(names or ["all"])]
     for file in profiles.files():
         here = device is None or file.parent.name == profiles.device_slug(device)

@@ -56,7 +56,7 @@ class Space:
         device: Device,
         limits: Mapping[str, Sequence[str]] | None = None,
     ) -> Space:
-        """A kernel's space for a problem, with fields limited to some values.
+        """Return a kernel's space for a problem, with fields limited to some values.
 
         Raises:
             UsageError: a limit names no field of the space, or no value of it.
@@ -82,11 +82,11 @@ class Space:
         return dataclasses.replace(self.base, **self.parameters(point))
 
     def parameters(self, point: Point) -> dict[str, Any]:
-        """The searched fields alone."""
+        """Return the searched fields alone."""
         return {n: v[i] for (n, v), i in zip(self.fields.items(), point, strict=True)}
 
     def point(self, parameters: Mapping[str, Any]) -> Point | None:
-        """The point of a config's fields; None where it lies outside."""
+        """Return the point of a config's fields; None where it lies outside."""
         try:
             return tuple(v.index(parameters[n]) for n, v in self.fields.items())
         except (KeyError, ValueError):
@@ -104,14 +104,14 @@ class Space:
         return self._legal[point]
 
     def points(self) -> Iterator[Point]:
-        """Every legal point, in order."""
+        """Return every legal point, in order."""
         if self._points is not None:
             return iter(self._points)
         every = itertools.product(*map(range, self._counts))
         return (point for point in every if self.legal(point))
 
     def neighbours(self, point: Point) -> Iterator[Point]:
-        """The legal points that differ in one field."""
+        """Yield the legal points that differ in one field."""
         for axis, count in enumerate(self._counts):
             for i in range(count):
                 other = (*point[:axis], i, *point[axis + 1 :])
@@ -141,6 +141,6 @@ class Space:
         return list(found)
 
     def unit(self, points: Iterable[Point]) -> np.ndarray:
-        """Points in the unit cube: ranks over the highest; n×fields, float64."""
+        """Return points in the unit cube: ranks over the highest; n×fields, float64."""
         highest = np.array([max(count - 1, 1) for count in self._counts], dtype=np.float64)
         return np.array(list(points), dtype=np.float64).reshape(-1, len(highest)) / highest

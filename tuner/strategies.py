@@ -79,7 +79,7 @@ class Strategy(BaseSampler):
         raise AssertionError(f"{param_name} is no field of the space")
 
     def pick(self, seen: Mapping[Point, Seen], study: Study) -> Point:
-        """A legal point that is not in `seen`.
+        """Return a legal point that is not in `seen`.
 
         Raises:
             Exhausted: there is none.
@@ -121,7 +121,7 @@ def is_taken(trial: FrozenTrial, trial_s: float) -> bool:
 def observations(
     study: Study, space: Space, trial_s: float = 0.0, but: int = -1
 ) -> dict[Point, Seen]:
-    """Every point that a study's trials but one have taken."""
+    """Return every point that a study's trials but one have taken."""
     found: dict[Point, Seen] = {}
     count = len(study.directions)
     for trial in study.get_trials(deepcopy=False):
@@ -149,7 +149,7 @@ def best(seen: Mapping[Point, Seen], count: int) -> list[Point]:
 
 
 class Random(Strategy):
-    """Each of the rest as likely as any other."""
+    """A strategy that draws from the untried configs with equal chances."""
 
     name = "random"
 
@@ -206,7 +206,7 @@ class Tpe(Strategy):
         return left[int(away.argmin())]
 
     def _proposed(self, seen: Mapping[Point, Seen], study: Study) -> Point:
-        """What it would try next, having seen the trials as ranks.
+        """Return the point to try next, having seen the trials as ranks.
 
         Those that failed count as the slowest, and so do those under way: it looks elsewhere.
         """
@@ -292,7 +292,7 @@ class GaussianProcess(Strategy):
         return left[int(improvement.argmax())]
 
     def _unit(self, points: Iterable[Point]) -> np.ndarray:
-        """Points in the unit cube, without the fields of one value."""
+        """Return points in the unit cube, without the fields of one value."""
         return self.space.unit(points)[:, self._varied]
 
     def _covariance(self, x: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -307,7 +307,7 @@ class GaussianProcess(Strategy):
     def _predict(
         self, x: np.ndarray, y: np.ndarray, where: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation at some places, given values y at x."""
+        """Return mean and standard deviation at some places, given values y at x."""
         # For 4362 places, 150 points known: 4.2 ms, where solving for each place takes 8.7.
         inverse = np.linalg.inv(self._factor(x))
         half = inverse @ self._covariance(x, where)
@@ -319,7 +319,7 @@ class GaussianProcess(Strategy):
         return float(-0.5 * (np.linalg.solve(factor, y) ** 2).sum() - np.log(np.diag(factor)).sum())
 
     def _fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Each weight in turn, a factor of 3 up or down where that is likelier; two rounds."""
+        """Change each weight in turn by a factor of 3 where that is likelier, in two rounds."""
         highest = self._likelihood(x, y)
         for axis in [*range(x.shape[1])] * 2:
             for factor in (3.0, 1 / 3.0):
@@ -333,7 +333,7 @@ class GaussianProcess(Strategy):
 
 
 def _normal_scores(values: np.ndarray) -> np.ndarray:
-    """The normal distribution's quantile at each value's rank."""
+    """Return the normal distribution's quantile at each value's rank."""
     normal, ranks = NormalDist(), values.argsort(kind="stable").argsort()
     return np.array([normal.inv_cdf((rank + 0.5) / len(values)) for rank in ranks])
 

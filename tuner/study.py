@@ -213,7 +213,7 @@ def _journal(file: Path, note: Note) -> JournalStorage:
 
 
 def _told(error: Exception, where: object) -> str:
-    """What could not be used, and why; of an error of Optuna's what was beneath it."""
+    """Return what could not be used, and why; of an error of Optuna's what was beneath it."""
     if isinstance(error, UsageError):
         return str(error)
     if isinstance(error, OSError):
@@ -251,7 +251,7 @@ def _database(url: str) -> RDBStorage:
 
 
 def storage_of(text: str | None, name: str, note: Note) -> tuple[BaseStorage, Path | None]:
-    """The storage of a study, and the folder or file that is this machine's own.
+    """Return a study's storage, and the folder or file that is this machine's own.
 
     Args:
         text: a database's URL, a journal's path, a folder for a journal a study, or None for the
@@ -349,7 +349,7 @@ class Study:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Steps that are done whole in spite of Ctrl-C; what fails is told in one line."""
+        """Do steps whole in spite of Ctrl-C, and tell in one line what fails."""
         try:
             with interrupts.deferred():
                 yield
@@ -359,13 +359,13 @@ class Study:
 
     @property
     def log(self) -> Path:
-        """The file for the full messages of its trials."""
+        """Return the file for the full messages of its trials."""
         if self.file is not None and self.file.stem == Path(self.identity.name).name:
             return self.file.with_suffix(".log")
         return studies_folder() / f"{self.identity.name}.log"
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Held while a trial is begun, so that no other tuner here sees half of one."""
+        """Hold a lock while a trial is begun, so that no other tuner here sees half of one."""
         if self.file is None:
             return nullcontext()
         return files.locked(self.file.with_name(f"{self.file.name}.ask.lock"), wait=True)
@@ -381,7 +381,7 @@ class Study:
             self.optuna._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
     def ask(self) -> tuple[int, Config]:
-        """A new trial's number and config.
+        """Return a new trial's number and config.
 
         Raises:
             Exhausted: the strategy has none left.
@@ -402,14 +402,14 @@ class Study:
             return trial.number, self.space.config(point)
 
     def exhausted(self) -> bool:
-        """Every legal config is taken."""
+        """Return whether every legal config is taken."""
         if not self.space.whole or self.taken() < len(self.space.pool):
             return False
         seen = {self.space.point(t.params) for t in self._trials() if self._is_taken(t)}
         return seen.issuperset(self.space.pool)
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
-        """An earlier trial has the same config and an outcome, or may yet have one."""
+        """Return whether an earlier trial has the same config, and an outcome or yet to come."""
         end = time.monotonic() + CHOOSING_S
         params = asked.params  # a copy each time
         while True:
@@ -477,11 +477,11 @@ class Study:
         return is_taken(trial, self._trial_s)
 
     def taken(self) -> int:
-        """Trials whose configs are not tried again, of whichever tuner."""
+        """Return how many trials have configs that are not tried again, of whichever tuner."""
         return sum(map(self._is_taken, self._trials()))
 
     def finished(self) -> list[tuple[Config, Measurement]]:
-        """Every trial that has an outcome, of whichever tuner, in order."""
+        """Return every trial that has an outcome, of whichever tuner, in order."""
         for trial in self._trials():
             told = trial.state.is_finished() and "outcome" in trial.user_attrs
             if told and trial.number not in self._read:  # it will not change any more
@@ -493,7 +493,7 @@ class Study:
         return [found for _, found in sorted(self._read.items()) if found is not None]
 
     def best(self, count: int) -> list[Config]:
-        """The configs of the least values; of two objectives, of the least product."""
+        """Return the configs of the least values; of two objectives, of the least product."""
         scores: dict[Config, float] = {}
         for config, measurement in self.finished():
             values = measurement.values(self.objective)
@@ -510,7 +510,7 @@ class Study:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot; None where there is no such process."""
+    """Return when a process began, in clock ticks since boot; None where there is no such one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

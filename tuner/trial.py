@@ -80,12 +80,12 @@ class Measurement:
 
 
 def digits(value: float) -> float:
-    """Six digits: no clock gives more, and what is kept is read by people too."""
+    """Return six digits: no clock gives more, and what is kept is read by people too."""
     return float(f"{value:.6g}")
 
 
 def score(values: Sequence[float]) -> float:
-    """One number to rank by: the value, or of several their product (energy × delay)."""
+    """Return one number to rank by: the value, or of several their product (energy × delay)."""
     return math.prod(values, start=1.0)
 
 

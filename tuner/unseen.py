@@ -92,7 +92,7 @@ def rows(tuned: Sequence[FinishedSearch]) -> list[dict[str, Any]]:
 
 
 def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
-    """One line: how many lookups are near, and the worst."""
+    """Return one line: how many lookups are near, and the worst."""
     ratios = sorted(row["lookup_ms"] / row["tuned_ms"] for row in found)
     if not ratios:
         return "no lookup was compared"

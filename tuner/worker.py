@@ -122,14 +122,14 @@ class Bench:
         return check
 
     def _wrong(self, check: Check) -> str | None:
-        """What is wrong with a config, by a check of its results, or None."""
+        """Return what is wrong with a config, by a check of its results, or None."""
         found = self.guard.judged(check)
         return None if found.ok else found.message or "wrong result"
 
     def _failed(
         self, configs: Sequence[Config], check: Callable[[Config], Check]
     ) -> dict[Config, str]:
-        """What is wrong with configs; one that raises costs none of the others."""
+        """Return what is wrong with configs; one that raises costs none of the others."""
         failed = {}
         for config in configs:
             try:
@@ -143,7 +143,7 @@ class Bench:
         return failed
 
     def _written(self, outputs: Tensors) -> dict[str, torch.Tensor]:
-        """The bytes of what a launch must write."""
+        """Return the bytes of what a launch must write."""
         written = self.job.op.written(self.job.problem, self.inputs, outputs)
         return {name: _as_bytes(tensor) for name, tensor in written.items()}
 
@@ -151,7 +151,7 @@ class Bench:
         return run(self.job.op, self.job.kernel, self.job.problem, config, self.inputs)
 
     def _bits_of(self, config: Config) -> dict[str, torch.Tensor]:
-        """The bytes that a config writes.
+        """Return the bytes that a config writes.
 
         Raises:
             UsageError: it writes others when it is run once more.
@@ -162,7 +162,7 @@ class Bench:
         return first
 
     def _digest(self, config: Config) -> str:
-        """The SHA-256 of the bytes that a config writes, by the outputs' names in order."""
+        """Return the SHA-256 of the bytes that a config writes, by the outputs' names in order."""
         total = hashlib.sha256()
         for name, tensor in sorted(self._written(self._run(config)).items()):
             total.update(name.encode())
@@ -174,7 +174,7 @@ class Bench:
         return usual if self.job.max_noise is None else MOST_ROUNDS
 
     def _said(self, error: Exception) -> str:
-        """All that is known of an exception; of a compiler's its place first."""
+        """Return all that is known of an exception; of a compiler's its place first."""
         whose = f"{self.job.op.name} {self.job.kernel.name} ({self.device.name})"
         if found := broken.explained(error, whose):
             return f"{found}\n{found.details}"
@@ -183,7 +183,7 @@ class Bench:
     def compare(
         self, configs: Sequence[Config], budget_s: float, rounds: int, peers: bool
     ) -> Comparison:
-        """Configs, checked before and after, and the peers if they are wanted, in turn."""
+        """Time configs in turn, checked before and after, and the peers if they are wanted."""
         failed = self._failed(configs, self._verified)
         sound = [config for config in configs if config not in failed]
         calls = {str(config): self.sets.calls(self.job.kernel, config) for config in sound}
@@ -267,12 +267,12 @@ class Bench:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as bytes, in the order of its rows."""
+    """Return a tensor's elements as bytes, in the order of its rows."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The kind of failure that an exception stands for."""
+    """Return the kind of failure that an exception stands for."""
     if isinstance(error, UsageError):
         return "illegal"
     # Triton's and NVRTC's; Triton says only at the launch that shared memory does not suffice.
@@ -294,7 +294,7 @@ class NotSetUp:
 
 
 def compile_configs(connection: Connection, capability: tuple[int, int]) -> None:
-    """Answers ``(kernel, problem, config)`` with None, or why the config does not compile.
+    """Answer ``(kernel, problem, config)`` with None, or why the config does not compile.
 
     Every request is answered by `BEGUN` first, then by a pair: the answer, and that the worker is
     fit for more.
@@ -317,7 +317,7 @@ def compile_configs(connection: Connection, capability: tuple[int, int]) -> None
 
 
 def measure_configs(connection: Connection, device_name: str) -> None:
-    """Answers ``("measure", job, config)``, ``("compare", job, configs, budget_s, rounds, peers)``.
+    """Answer ``("measure", job, config)``, ``("compare", job, configs, budget_s, rounds, peers)``.
 
     An answer is a Measurement or a Comparison. As in `compile_configs` it comes after `BEGUN`, and
     with whether the worker is fit for more: not after an error that leaves the device's context
