@@ -158,7 +158,7 @@ def bench(asked: BenchOptions) -> None:
         profiling.run_once(work, device)
         return
     profiler = None if asked.profile is None else ncu.Ncu.begun(device)
-    output = Output(asked, device, existing, replay(asked, request, work[0][0]))
+    output = Output(asked, device, existing, command_again(asked, request, work[0][0]))
     _measure(work, output, profiler)
 
 
@@ -405,7 +405,7 @@ def device_title(device: dict[str, Any]) -> str:
     return f"{device.get('name')} · measured peaks: {', '.join(measured)}"
 
 
-def replay(asked: BenchOptions, request: Request | None, first: Case) -> str:
+def command_again(asked: BenchOptions, request: Request | None, first: Case) -> str:
     """Return one command line that measures the same again."""
     words = ["jetfire", "bench", *plan.parse_list(asked.ops)]
     if request is None:

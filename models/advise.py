@@ -118,7 +118,7 @@ def _exact(
     blocks = {name: _block(name) for name in asked.recipes}
     try:
         with step_of(source):
-            return sqnr.measured(model, batch, names, blocks, most), text
+            return sqnr.of_layers(model, batch, names, blocks, most), text
     except torch.OutOfMemoryError:
         terminal.note(f"SQNR left out: out of memory with {text}: give a smaller batch")
         return {}, ""

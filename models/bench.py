@@ -99,4 +99,4 @@ def bench(asked: command.BenchOptions, word: str, recipes: Sequence[str]) -> Non
         JetfireError: with the exit code of what went wrong.
     """
     case = case_of(word, asked.settings, recipes, Device.parse(asked.device))
-    training.run(asked, [case], training.replay(asked, word, case.recipes), ModelBench)
+    training.run(asked, [case], training.command_again(asked, word, case.recipes), ModelBench)

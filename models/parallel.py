@@ -67,7 +67,7 @@ def bench(asked: command.BenchOptions, word: str, recipes: Sequence[str]) -> Non
     if count == 1:
         terminal.note(f"parallel={parallel}: one process, as there is one {device.name}")
     case = replace(case_of(word, texts, recipes, device), parallel=parallel, processes=count)
-    training.run(asked, [case], training.replay(asked, word, case.recipes), ParallelBench)
+    training.run(asked, [case], training.command_again(asked, word, case.recipes), ParallelBench)
 
 
 class ParallelBench(ModelBench):

@@ -112,7 +112,7 @@ def _fp8(rows: int | None) -> Product:
     return lambda a, b: _product(rounded(a), rounded(b))
 
 
-def measured(
+def of_layers(
     model: nn.Module,
     batch: Batch,
     names: Collection[str],

@@ -53,7 +53,7 @@ _COMPARED: dict[str, tuple[str, Any, float]] = {
 _STALL_LEAST = 0.25
 
 
-def counted(rows: Sequence[Row]) -> list[Row]:
+def profiled(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that have counters."""
     return [row for row in rows if row.extra.get("counters")]
 
@@ -204,13 +204,13 @@ def _named(rows: Sequence[Row]) -> list[tuple[str, str, Counted]]:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Return the table of the rows that have counters, if there are any."""
-    found = counted(rows)
+    found = profiled(rows)
     return [table(_named(found))] if found else []
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     """Return what limits each kernel that was counted."""
-    found = _named(counted(rows))
+    found = _named(profiled(rows))
     return [f"{problem} {name}: {limiter(one)}".strip() for problem, name, one in found]
 
 
@@ -243,7 +243,7 @@ def section(rows: Sequence[Row], plot: str) -> Section:
 
 def plot(rows: Sequence[Row], path: Path, description: str) -> None:
     """Draw for what the warps of each kernel wait, as bars of stacked parts."""
-    named = _named(counted(rows))[:MOST_BARS]
+    named = _named(profiled(rows))[:MOST_BARS]
     bars = [(f"{problem} {name}".strip(), stalls(one)) for problem, name, one in named]
     reasons = list(dict.fromkeys(reason for _, one in bars for reason in one))
     height = 1.0 + 0.3 * len(bars)

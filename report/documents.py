@@ -168,7 +168,7 @@ def report(
     )
     waits = Chart(
         file.with_name(f"{file.stem}-counters.svg"),
-        [results.device, *(row.as_dict() for row in counters.counted(results.rows))],
+        [results.device, *(row.as_dict() for row in counters.profiled(results.rows))],
         partial(counters.plot, results.rows),
     )
     counted = counters.section(results.rows, waits.path.name)
@@ -183,7 +183,7 @@ def report(
     stale = [path for path, text in texts.items() if _read(path) != text]
     # Two versions of matplotlib draw different bytes: a plot is stale when its rows are others.
     every = [*charts.values(), *added.charts, *([gains] if shipped else [])]
-    every += [waits] if counters.counted(results.rows) else []
+    every += [waits] if counters.profiled(results.rows) else []
     undrawn = [chart for chart in every if chart.digest not in _read(chart.path)]
     if not check:
         for path in stale:

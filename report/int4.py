@@ -10,7 +10,7 @@ from jetfire.core import registry
 from jetfire.core.workloads import LAYERS
 from jetfire.measure.results import Results, Row, problem_text
 from jetfire.report import show
-from jetfire.report.rows import fastest, grouped, having, measured, ratio
+from jetfire.report.rows import fastest, grouped, having, ops_of, ratio
 from jetfire.report.table import Section, Table
 from jetfire.report.text import fixed, rate_text, share, significant, time_text, times
 
@@ -132,7 +132,7 @@ def _described(row: Row) -> str:
 
 def memory_bound(results: Results) -> Section:
     """Return the other ops alone: bandwidth, and against torch.compile."""
-    alone = [name for name in measured("int4") if not registry.get(name).baselines]
+    alone = [name for name in ops_of("int4") if not registry.get(name).baselines]
     rows = sorted(_kernels(results, *alone), key=lambda row: alone.index(row.op))
     lines = []
     for same in grouped(rows, lambda row: (row.op, problem_text(row.problem))).values():

@@ -13,7 +13,7 @@ from jetfire.core.workloads import MODELS
 from jetfire.measure.data import OPERANDS
 from jetfire.measure.results import Results, Row, problem_text, shape_text
 from jetfire.report import int4, show, training
-from jetfire.report.rows import fastest, grouped, having, measured, ratio, varying
+from jetfire.report.rows import fastest, grouped, having, ops_of, ratio, varying
 from jetfire.report.table import Section, Table
 from jetfire.report.text import (
     NOTHING,
@@ -34,7 +34,7 @@ FEW_ROWS = 128
 
 def timed(results: Results) -> list[Row]:
     """Return the timed rows of all ops but training's and INT4's; no curve's points."""
-    own = (*training.OPS, *measured("int4"))
+    own = (*training.OPS, *ops_of("int4"))
     return [
         row
         for row in results.rows
@@ -44,7 +44,7 @@ def timed(results: Results) -> list[Row]:
 
 def gemm(results: Results) -> list[Row]:
     """Return the timed rows of the GEMM, which the part `PRODUCTS` measures."""
-    return [row for row in timed(results) if row.op in measured(PRODUCTS)]
+    return [row for row in timed(results) if row.op in ops_of(PRODUCTS)]
 
 
 def memory_bound(results: Results, role: str = "kernel") -> list[Row]:
@@ -285,7 +285,7 @@ def small_models(results: Results) -> Section:
 
 def other_products(results: Results) -> Section:
     """Return products of other ops than the GEMM: the fastest kernel of each problem."""
-    found = [row for row in timed(results) if row.tflops and row.op not in measured(PRODUCTS)]
+    found = [row for row in timed(results) if row.tflops and row.op not in ops_of(PRODUCTS)]
     lines = []
     for same in grouped(found, lambda row: (row.op, problem_text(row.problem))).values():
         row = fastest(row for row in same if row.role == "kernel")

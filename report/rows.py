@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @cache
-def measured(part: str) -> tuple[str, ...]:
+def ops_of(part: str) -> tuple[str, ...]:
     """Return the names of the ops that a part of the results measures."""
     timed = {name: registry.get(name).timed() or () for name in registry.names()}
     return tuple(name for name, found in timed.items() if any(t.part == part for t in found))

@@ -186,6 +186,6 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     held = f"! the clock was held down while it ran: {', '.join(reasons)}"
     noises = [f"{share(row.extra['noise'])} ({row.label})" for row in rows if "noise" in row.extra]
     along = f"† of the part along BF16's gradient; the rest is noise, of {', '.join(noises)}"
-    found = [row.extra["counters"] for row in counters.counted(rows)]
+    found = [row.extra["counters"] for row in counters.profiled(rows)]
     said = ([held] if reasons else []) + ([along] if noises else [])
     return [*said, *counters.footnotes(found)]

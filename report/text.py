@@ -97,7 +97,7 @@ def error_text(error: float | None) -> str:
     return "" if error is None else "exact" if error == 0 else f"{error:.1e}"
 
 
-def counted(count: int, total: int) -> str:
+def with_share(count: int, total: int) -> str:
     """Return ``44 (90%)``."""
     return f"{count} ({count / total:.0%})"
 

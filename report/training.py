@@ -63,7 +63,7 @@ class ModelStepProblem(TypedDict):
     adapters: NotRequired[Size]
 
 
-def problem_text(row: Row) -> str:
+def step_text(row: Row) -> str:
     """Return ``4 layers of width 4096, 4×1024 tokens``."""
     p = row.problem
     if "model" in p:
@@ -84,7 +84,7 @@ def problem_text(row: Row) -> str:
 def _problems(results: Results, *ops: str) -> dict[str, list[Row]]:
     """Return the timed rows of some ops by problem."""
     timed = (row for row in results.rows if row.op in ops and row.ms is not None)
-    return grouped(timed, problem_text)
+    return grouped(timed, step_text)
 
 
 def _ratios(row: Row) -> list[str]:

@@ -36,7 +36,7 @@ from jetfire.report.chart import (
 )
 from jetfire.report.rows import grouped
 from jetfire.report.table import Section, Table
-from jetfire.report.text import NOTHING, counted, plural, times, where
+from jetfire.report.text import NOTHING, plural, times, where, with_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -201,7 +201,7 @@ def overall(entries: Sequence[ShippedEntry]) -> Table:
                 name,
                 str(len(part)),
                 mean_gain(part, 3),
-                counted(sum(gain > 1 for gain in gains(part)), len(part)),
+                with_share(sum(gain > 1 for gain in gains(part)), len(part)),
                 str(sum(one.slower for one in part)),
                 ", ".join(peers) or NOTHING,
             ]
@@ -318,10 +318,10 @@ def _lookup_section(found: Sequence[Lookup]) -> Section:
         [
             name,
             str(len(part)),
-            counted(near(part), len(part)),
+            with_share(near(part), len(part)),
             times(geometric_mean(one.ratio for one in part), 3),
             _worst(part, lambda one: one.ratio),
-            counted(sum(one.default_ratio <= NEAR for one in part), len(part)),
+            with_share(sum(one.default_ratio <= NEAR for one in part), len(part)),
             times(geometric_mean(one.default_ratio for one in part), 3),
             _worst(part, lambda one: one.default_ratio),
         ]

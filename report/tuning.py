@@ -153,8 +153,8 @@ def _result(study: SavedStudy) -> Pairs:
     joules = (final or {}).get("joules") or (study.best.joules if study.best else None)
     if joules is not None:
         pairs.append(("energy per call", f"{_digits(joules)} J"))
-    if final and final.get("incumbent_ms") is not None:
-        pairs.append(("gain over the incumbent", _gain(final["incumbent_ms"], median)))
+    if final and final.get("before_ms") is not None:
+        pairs.append(("gain over the config in use before", _gain(final["before_ms"], median)))
     peers: Mapping[str, float] = (final or {}).get("vs_peer") or {}
     return [*pairs, *((f"gain over {peer}", f"{_digits(ratio)}×") for peer, ratio in peers.items())]
 

@@ -213,12 +213,12 @@ def test_the_operands_are_those_of_the_model_s_own_step():
     (model(x) ** 2).mean().backward()
     for handle in handles:
         handle.remove()
-    found = sqnr.measured(model, lambda net: (net(x) ** 2).mean(), ["0", "2"], {"b": 32})
+    found = sqnr.of_layers(model, lambda net: (net(x) ** 2).mean(), ["0", "2"], {"b": 32})
     hidden = torch.relu(model[0](x)).detach()
     for name, rows in (("0", x), ("2", hidden)):
         expected = sqnr.of_products(rows, model[int(name)].weight, taken[int(name)], {"b": 32})
         assert vars(found[name]["b"]) == pytest.approx(vars(expected["b"]), abs=1e-3)
-    part = sqnr.measured(model, lambda net: (net(x) ** 2).mean(), ["0"], {"b": 32}, most=16)
+    part = sqnr.of_layers(model, lambda net: (net(x) ** 2).mean(), ["0"], {"b": 32}, most=16)
     assert vars(part["0"]["b"]) != pytest.approx(vars(found["0"]["b"]), abs=1e-3)
 
 

@@ -680,8 +680,8 @@ def test_a_size_of_many_digits_is_refused(digits):
 def test_a_problem_s_text_names_what_is_not_usual():
     row = training_rows()[0]
     problem = {**row.problem, "optimizer": "adamw8", "weights": "bf16"}
-    text = training_report.problem_text(dataclasses.replace(row, problem=problem))
+    text = training_report.step_text(dataclasses.replace(row, problem=problem))
     assert text.endswith(" tokens, optimizer adamw8, weights bf16")
     problem = {"model": "hf:gpt2-350m", "run": "compile", "adapters": 16}
-    text = training_report.problem_text(dataclasses.replace(row, problem=problem))
+    text = training_report.step_text(dataclasses.replace(row, problem=problem))
     assert text == "hf:gpt2-350m, run compile, adapters of rank 16"

@@ -185,9 +185,9 @@ def test_only_what_is_spread_says_so():
     )
     problem = {"model": "a:b", "run": "compile", "parallel": "fsdp", "processes": 2}
     row = Row("model_step", "int8", "kernel", problem, ms=3.0, ok=True)
-    assert training_report.problem_text(row) == "a:b, run compile, fsdp of 2"
+    assert training_report.step_text(row) == "a:b, run compile, fsdp of 2"
     row = Row("model_step", "int8", "kernel", {**problem, "unit": 4}, ms=3.0, ok=True)
-    assert training_report.problem_text(row) == "a:b, run compile, fsdp of 2, units of 4 blocks"
+    assert training_report.step_text(row) == "a:b, run compile, fsdp of 2, units of 4 blocks"
 
 
 @pytest.mark.parametrize(

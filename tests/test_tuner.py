@@ -912,7 +912,7 @@ def test_the_best_finalist_wins():
         "ms_p80": final.timing.ms_p80,
         "joules": None,
         "default_ms": runner.timings[A].ms,
-        "incumbent_ms": runner.timings[A].ms,
+        "before_ms": runner.timings[A].ms,
         "gain": final.gain,
         "kept": False,
         "vs_peer": final.vs_peer,

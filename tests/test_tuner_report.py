@@ -104,7 +104,7 @@ FINAL = {
     "ms_p20": 0.51,
     "ms_p80": 0.55,
     "default_ms": 1.04,
-    "incumbent_ms": 0.78,
+    "before_ms": 0.78,
     "gain": 2.0,
     "kept": False,
     "vs_peer": {"cublas_bf16": 1.25, "copy": 0.000345},
@@ -318,7 +318,7 @@ def test_summary_and_provenance_say_the_final_figures():
     )
     assert result["time per call"] == "0.5200 ms (p20–p80: 0.5100–0.5500)"
     assert result["gain over the default"] == "2.000× (1.040 ms)"
-    assert result["gain over the incumbent"] == "1.500× (0.7800 ms)"
+    assert result["gain over the config in use before"] == "1.500× (0.7800 ms)"
     assert result["gain over cublas_bf16"] == "1.250×"
     assert result["gain over copy"] == "0.0003450×"
     assert result["trials"] == "7: 4 ok, 1 slow, 1 compile, 1 wrong"

@@ -41,7 +41,7 @@ class FinalRecord(TypedDict, total=False):
     ms_p80: Measured
     joules: NotNegative | None
     default_ms: Measured | None
-    incumbent_ms: Measured | None
+    before_ms: Measured | None
     kept: bool
     vs_peer: Ratios
     counters: Counters

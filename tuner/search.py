@@ -199,7 +199,7 @@ class Final:
             "ms_p80": self.timing.ms_p80,
             "joules": self.timing.joules,
             "default_ms": None if self.default is None else self.default.ms,
-            "incumbent_ms": None if self.before is None else self.before.ms,
+            "before_ms": None if self.before is None else self.before.ms,
             "gain": self.gain,
             "kept": self.kept,
             "vs_peer": self.vs_peer,

@@ -455,10 +455,10 @@ def bench(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> Non
         JetfireError: with the exit code of what went wrong.
     """
     case = case_of(name, settings.split(asked.settings), recipes)
-    run(asked, [case], replay(asked, name, case.recipes))
+    run(asked, [case], command_again(asked, name, case.recipes))
 
 
-def replay(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> str:
+def command_again(asked: command.BenchOptions, name: str, recipes: Sequence[str]) -> str:
     """Return the command line that measures the same."""
     words = ["jetfire train bench", shlex.quote(name), f"--recipe {','.join(recipes)}"]
     words += [
