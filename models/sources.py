@@ -140,8 +140,7 @@ class ConfigSource(ModelSource):
 
     def fields(self) -> dict[str, Any]:
         made = self._made()
-        named = {ours: getattr(made, theirs, None) for ours, (theirs, _) in SIZES.items()}
-        sizes = {ours: size for ours, size in named.items() if type(size) is int}
+        sizes = {ours: size for ours in SIZES if (size := _size_of(made, ours)) is not None}
         return {"model": self.name, **sizes, "batch": self.batch, "context": self.context}
 
     def sample(self, batch: int, context: int, layers: int) -> ConfigSource:

@@ -465,28 +465,16 @@ def int4_quantize_backward(
     """
     expect.matrix("dx_hat", dx_hat, expect.FLOATS)
     expect.choice("group", group, Group)
-    if (q is None) == (x is None) or (x is None) != (step is None):
-        raise UsageError("q, x and step: expected q alone, or x and step")
     expect.choice("out", out, Out)
     expect.choice("out_block", out_block, Block)
-    if out == "int8" and q is None:
-        raise UsageError("out=int8 with x and step: expected q alone")
-    if (slots is None) != (unit is None):
-        raise UsageError("slots and unit: expected both or neither")
+    _expect_together(q, x, step, slots, unit, out)
     rows, n = dx_hat.shape
     if slots is not None and unit is not None:
         rows = len(slots) if slots.dim() else 0
         slots = expect.exactly("slots", slots, "int32", (rows, 2), dx_hat)
         expect.scalar("unit", unit, dx_hat)
         unit = unit.view(1)
-    packed = wide = None
-    if q is not None and q.packed is None and q.wide is not None and out == "float":
-        wide = q.wide
-        expect.matrix("q", wide, ("int8",))
-        expect.shaped("q", wide, (rows, n), dx_hat)
-    elif q is not None:
-        packed = expect.packed("q", q)
-        expect.shaped("q", packed, (rows, n // 2), dx_hat)
+    packed, wide = _codes_read(q, out, rows, dx_hat)
     if x is not None and step is not None:
         expect.matrix("x", x, (expect.named(dx_hat.dtype),))
         expect.shaped("x", x, (rows, n), dx_hat)
@@ -499,3 +487,36 @@ def int4_quantize_backward(
         return Quantized.of(found, "q", out_block)
     found = _hadamard_quantize_backward(dx_hat, packed, x, step, wide, slots, unit, group)
     return found[0] if x is None else tuple(found)
+
+
+def _expect_together(
+    q: Quantized4 | None,
+    x: Tensor | None,
+    step: Tensor | None,
+    slots: Tensor | None,
+    unit: Tensor | None,
+    out: Out,
+) -> None:
+    """Refuse arguments of `int4_quantize_backward` that do not go together."""
+    if (q is None) == (x is None) or (x is None) != (step is None):
+        raise UsageError("q, x and step: expected q alone, or x and step")
+    if out == "int8" and q is None:
+        raise UsageError("out=int8 with x and step: expected q alone")
+    if (slots is None) != (unit is None):
+        raise UsageError("slots and unit: expected both or neither")
+
+
+def _codes_read(
+    q: Quantized4 | None, out: Out, rows: int, dx_hat: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the packed and the wide codes, one of them, that a backward reads; neither of none."""
+    if q is None:
+        return None, None
+    n = dx_hat.shape[1]
+    if q.packed is None and q.wide is not None and out == "float":
+        expect.matrix("q", q.wide, ("int8",))
+        expect.shaped("q", q.wide, (rows, n), dx_hat)
+        return None, q.wide
+    packed = expect.packed("q", q)
+    expect.shaped("q", packed, (rows, n // 2), dx_hat)
+    return packed, None
