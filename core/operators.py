@@ -19,6 +19,7 @@ from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from jetfire.core.errors import UsageError
 from jetfire.core.tensors import Tensors, dtype_name
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def define(schema: str, served: Served, fake: Callable[..., Any], constant: bool
     Args:
         fake: the same without memory, for tracing.
         constant: autograd takes its results for constants.
+
+    Raises:
+        UsageError: there is one of this name.
     """
     import torch
 
@@ -82,7 +86,14 @@ def define(schema: str, served: Served, fake: Callable[..., Any], constant: bool
     name, library = schema.partition("(")[0], calls.LIBRARY
     # Kernels take row-major tensors alone: Inductor must not lay inputs out anew.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    library.define(schema, tags=tags)
+    try:
+        library.define(schema, tags=tags)
+    except RuntimeError as error:
+        if "multiple times" not in str(error):
+            raise
+        raise UsageError(
+            f"there is an operator {name!r} already: expected ops of different names"
+        ) from None
     library.impl(name, served.run, "CPU")
     library.impl(name, replay.serve(name, served), "CUDA")
     torch.library.register_fake(f"jetfire::{name}", fake, lib=library)

@@ -538,6 +538,16 @@ def test_two_files_with_one_op(here, capsys):
     assert "there is an op 'row_logsumexp' already" in capsys.readouterr().err
 
 
+def test_two_files_with_one_torch_operator(here):
+    """In a process of its own, which keeps the operators that it defines."""
+    assert execute("new", ["softmax"]) == 0
+    shutil.copy("softmax.py", "again.py")
+    words = ["jetfire.cli", "list", "--load", "softmax.py", "--load", "again.py"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    said = "jetfire: there is an operator 'softmax_backward' already: expected ops of different"
+    assert (done.returncode, done.stderr.startswith(said)) == (2, True)
+
+
 @pytest.mark.parametrize("verb", ["bench", "fuzz"])
 def test_two_files_with_one_kernel_are_both_named(verb, here, capsys):
     for name in ("one", "two"):
