@@ -154,7 +154,7 @@ def _tuned(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
         raise kind(
             f"{op.name}/{kernel.name} on {device.name}: {reason}"
             if reason
-            else f"{op.name}/{kernel.name} on {device.name}: no profile for {problem}; tune it: "
+            else f"{op.name}/{kernel.name} on {device.name}: no profile for {problem}; tune it there: "
             f"{command_for(op, problem)} --kernel {kernel.name}"
         )
     report(op, kernel, problem, device, found)
@@ -178,7 +178,7 @@ def _without_profile(
     """
     where, remedy = f"{op.name} on {device.name}", command_for(op, problem)
     if not formless:
-        return f"{where}: no kernel has a profile for {problem}; tune it: {remedy}"
+        return f"{where}: no kernel has a profile for {problem}; tune it there: {remedy}"
     others = (
         f"; tune another: {remedy} --kernel {kernel.name}"
         for kernel in kernels.values()

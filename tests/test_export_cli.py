@@ -93,7 +93,7 @@ def refused(capsys, code=2):
             ("transpose", "--m", "4096", "--arch", "10.0"),
             2,
             "transpose on sm_100: no kernel has a "
-            "profile for m=4096 n=4096 block=32; tune it: jetfire-tune transpose --m 4096",
+            "profile for m=4096 n=4096 block=32; tune it there: jetfire-tune transpose --m 4096",
         ),
         ((*GEMM, "--target", "ptx"), 2, "--target ptx: expected one of cuda, cubin, torch, wheel"),
         ((*GEMM, "--name", "1st"), 2, "--name 1st: expected a C identifier"),
@@ -130,7 +130,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(shipped, tmp_path, capsys, wo
 def test_without_a_profile_the_command_that_makes_one_is_named(tmp_path, capsys):
     assert export(tmp_path / "out", *QUANTIZE) == 2
     assert "no kernel has a profile" in (said := refused(capsys))
-    assert said.endswith("tune it: jetfire-tune quantize --m 8192 --n 4096 --block 32")
+    assert said.endswith("tune it there: jetfire-tune quantize --m 8192 --n 4096 --block 32")
     assert export(tmp_path / "out", *QUANTIZE, "--kernel", "triton") == 2
     assert refused(capsys).endswith("--n 4096 --block 32 --kernel triton")
 
