@@ -197,18 +197,6 @@ def test_a_group_has_bits_of_its_own(device):
         optimizer(model, 4)
 
 
-def test_a_copy_goes_on_in_8_bits(device):
-    model = model_of(device)
-    ours = optimizer(model)
-    give_gradients(0, model)
-    ours.step()
-    pair = copy.deepcopy((model, ours))
-    give_gradients(1, model, pair[0])
-    ours.step()
-    pair[1].step()
-    assert equal((model, ours), pair)
-
-
 # Weights in bf16
 
 
@@ -273,9 +261,10 @@ def test_weights_in_bf16_go_on_bit_for_bit(device):
     assert all(equal((model, ours), pair) for pair in pairs)
 
 
-def test_a_copy_draws_as_the_original_and_adds_groups_as_it_does(device):
-    model = narrow_model(device)
-    ours = narrow(model, seed=5)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_copy_goes_on_as_the_original_and_adds_groups_as_it_does(rounding, device):
+    model = model_of(device) if rounding == "nearest" else narrow_model(device)
+    ours = optimizer(model, rounding=rounding, seed=5)
     give_gradients(0, model)
     ours.step()
     pair = copy.deepcopy((model, ours))
@@ -285,7 +274,7 @@ def test_a_copy_draws_as_the_original_and_adds_groups_as_it_does(device):
     assert equal((model, ours), pair)
     pair[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(8, device=device))]})
     assert [group["bits"] for group in pair[1].param_groups] == [8, 8]
-    assert [group["rounding"] for group in pair[1].param_groups] == ["stochastic"] * 2
+    assert [group["rounding"] for group in pair[1].param_groups] == [rounding] * 2
 
 
 def test_weights_in_bf16_take_a_state_of_fp32_s_and_give_torch_s(device):
