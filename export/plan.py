@@ -154,8 +154,8 @@ def _tuned(op: Op, kernel: Kernel, problem: Any, device: Device, found: Found) -
         raise kind(
             f"{op.name}/{kernel.name} on {device.name}: {reason}"
             if reason
-            else f"{op.name}/{kernel.name} on {device.name}: no profile for {problem}; tune it there: "
-            f"{command_for(op, problem)} --kernel {kernel.name}"
+            else f"{op.name}/{kernel.name} on {device.name}: no profile for {problem}; tune it "
+            f"there: {command_for(op, problem)} --kernel {kernel.name}"
         )
     report(op, kernel, problem, device, found)
     host = hosts(op.name).get(kernel.name)
