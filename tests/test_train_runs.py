@@ -256,6 +256,39 @@ def test_other_verbs_take_an_older_checkpoint_and_change_nothing(run, home, caps
     assert snapshot(run) == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_export_is_written_over_nothing_but_an_earlier_one(name, run, capsys, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text('{"mine": 1}')
+    before = snapshot(tmp_path)
+    for out, taken in ((tmp_path / "out", name), (saved(run, 8), "model.safetensors")):
+        capsys.readouterr()
+        assert execute("train", ["export", str(run), "-o", str(out)]) == 2
+        wanted = "expected a new or empty folder"
+        reason = f"its {taken} is of no earlier export"
+        assert capsys.readouterr().err == f"jetfire: -o {out}: {reason}: {wanted}\n"
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("more", ["", "family=llama,kv_heads=1,hidden=48", "dropout=0.1"])
+def test_an_earlier_export_is_replaced(more, run, home, tmp_path):
+    """Also one in whose folder a killed export left its config.json beside earlier weights."""
+    small, wide, out = tmp_path / "small", tmp_path / "wide", tmp_path / "out"
+    words = ["tiny", "--data", str(home / "text.txt"), "--set", changed(SETTINGS, more)]
+    assert execute("train", [*words, "--steps", "1", "-o", str(tmp_path / "new")]) == 0
+    assert execute("train", ["export", str(tmp_path / "new"), "-o", str(small)]) == 0
+    assert execute("train", ["export", str(home / "wide"), "-o", str(wide)]) == 0
+    out.mkdir()
+    (out / "README.md").write_text("mine")
+    for path, kept in ((tmp_path / "new", small), (home / "wide", wide), (run, None)):
+        assert execute("train", ["export", str(path), "-o", str(out)]) == 0
+        if kept is not None:
+            assert snapshot(out) == {**snapshot(kept), "README.md": b"mine"}
+    shutil.copy(small / "config.json", out)
+    assert execute("train", ["export", str(home / "wide"), "-o", str(out)]) == 0
+    assert snapshot(out) == {**snapshot(wide), "README.md": b"mine"}
+
+
 def test_the_optimizer_is_not_needed_to_sample(run, capsys):
     (saved(run, 8) / "optimizer.safetensors").unlink()
     capsys.readouterr()

@@ -12,7 +12,9 @@ EPILOG = "Example: jetfire train export runs/int8 -o weights"
 
 def run(
     run: o.Run,
-    output: Annotated[Path, o.option("--output -o", "FOLDER", "For the weights.")],
+    output: Annotated[
+        Path, o.option("--output -o", "FOLDER", "For the weights, in place of an earlier export's.")
+    ],
     debug: o.Debug = False,
 ) -> None:
     """Write a run's weights as transformers' GPT-2 or Llama reads them."""

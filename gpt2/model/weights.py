@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from typing_extensions import TypedDict
 from jetfire.core import files, schema
 from jetfire.core.errors import UsageError
 from jetfire.core.files import Missing, Unreadable
-from jetfire.core.schema import Name
+from jetfire.core.schema import Name, Plain
 from jetfire.gpt2.model import tensors
 from jetfire.gpt2.model.language_model import LanguageModel
 from jetfire.gpt2.model.layouts import LAYOUTS, Layout, shape_of
@@ -105,6 +106,31 @@ def _sizes(shape: Shape) -> str:
     found = {**dataclasses.asdict(shape), "family": shape.family}
     found["context"] = found.pop("context")
     return ", ".join(f"{name}={size}" for name, size in found.items())
+
+
+def check_replaceable(folder: Path) -> None:
+    """Check that `save_transformers` would write over nothing there but an earlier export.
+
+    That is a folder whose config.json says just what an export's does. Its weights may be of
+    another model: where an export is killed while it takes the place of an earlier one, they are.
+
+    Raises:
+        UsageError: it would.
+    """
+    taken = [name for name in (CONFIG, MODEL) if os.path.lexists(folder / name)]
+    if taken and not _is_export(folder):
+        reason = f"its {taken[0]} is of no earlier export"
+        raise UsageError(f"-o {folder}: {reason}: expected a new or empty folder")
+
+
+def _is_export(folder: Path) -> bool:
+    """Return whether a folder's config.json says just what that of an export of its sizes does."""
+    try:
+        shape = shape_of(folder / CONFIG)
+        found: Any = schema.load(folder / CONFIG, Plain)
+        return bool(found == LAYOUTS[shape.family].described(shape))
+    except Unreadable:
+        return False
 
 
 def save_transformers(folder: Path, shape: Shape, state: Mapping[str, Any]) -> Path:

@@ -178,8 +178,10 @@ def export(path: Path, output: Path) -> None:
     """Write a run's weights as `transformers` reads them, and print the folder.
 
     Raises:
-        UsageError: there is no checkpoint, or the folder cannot be written.
+        UsageError: there is no checkpoint, or the folder holds what is not to be written over, or
+            cannot be written.
     """
+    weights.check_replaceable(output)
     saved = _trained(path)
     folder = weights.save_transformers(output, saved.shape, saved.model())
     terminal.result({"folder": folder}, lambda: print(folder))
