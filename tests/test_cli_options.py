@@ -151,8 +151,18 @@ def test_a_run_s_settings_begin_it_again(settings, monkeypatch, tmp_path):
     words = ["--options", str(own), "--set", "seed=7,batch=2", "--steps", "8", "--watch", "0"]
     found = begun(monkeypatch, *words)
     assert (found.seed, found.steps, found.watch, found.recipe) == (7, 8, 0, "bf16")
-    changed = begun(monkeypatch, "tiny-llama", "--options", str(file), "--set", "family=gpt2")
-    assert changed.preset == "tiny-llama"
+    assert begun(monkeypatch, "tiny", "--options", str(file)) == made
+
+
+def test_a_run_s_settings_begin_no_other_preset(settings, capsys, tmp_path):
+    file, _ = settings()
+    for more in ([], ["--set", "family=gpt2"]):
+        words = ["tiny-llama", "--options", str(file), *more, "-o", str(tmp_path / "run")]
+        assert execute("train", words) == 2
+        assert capsys.readouterr().err == (
+            f"jetfire: preset tiny-llama: expected tiny, as {file} has it, or none beside it\n"
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_several_processes_begins_with_as_many_micro_batches(settings, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jetfire.commands import options as o
-from jetfire.commands.base import OwnCommand
+from jetfire.commands.base import FILE, OwnCommand
 from jetfire.core import environment
 from jetfire.core.errors import UsageError
 
@@ -50,6 +50,15 @@ class RunCommand(OwnCommand):
         from jetfire.gpt2.training import options
 
         return options.of_run(file)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        file, _ = ctx.meta.get(FILE, (None, ()))
+        if file is not None and file.suffix == ".json":
+            from jetfire.gpt2.training import options
+
+            options.check_preset(ctx.params["preset"], file)
+        return rest
 
 
 COMMAND = RunCommand

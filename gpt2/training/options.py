@@ -97,6 +97,19 @@ def of_run(file: Path) -> dict[str, Any]:
     return {"preset": found.pop("preset"), "data": found.pop("data"), "set": found}
 
 
+def check_preset(preset: str, file: Path) -> None:
+    """Check that a preset is that of the run whose `settings.json` gives the other options.
+
+    Its sizes are among them, so that of another preset nothing but the name would be left.
+
+    Raises:
+        UsageError: it is another.
+    """
+    own = load(file)["preset"]
+    if preset != own:
+        raise UsageError(f"preset {preset}: expected {own}, as {file} has it, or none beside it")
+
+
 def request_of(asked: TrainOptions) -> RunRequest:
     """Return the run that the options ask for.
 
