@@ -349,6 +349,35 @@ def test_a_record_that_cannot_go_on_is_refused_before_anything_runs(
     assert file.read_text() == record
 
 
+@pytest.mark.parametrize(
+    ("words", "given", "names"),
+    [
+        (["--base", "int4-hq"], "int4-hq", "bf16, int8"),
+        (["--base", "bf16", "--recipe", "int8"], "bf16", "int8"),
+        (["--base", "int8+adamw8", "--seed", "0,1"], "int8+adamw8", "bf16, int8"),
+    ],
+)
+def test_a_base_without_runs_is_refused_before_anything_runs(words, given, names, home, capsys):
+    assert run(*words) == 2
+    assert capsys.readouterr().err == f"jetfire: --base {given}: expected one of {names}\n"
+    assert not (home / "study").exists()
+
+
+def test_a_base_is_a_recipe_of_the_command_the_folder_or_the_record(tmp_path):
+    def asked(*recipes, **more):
+        one = asked_for(tmp_path / "new", *recipes, steps=20, window="17:20")
+        return dataclasses.replace(one, **more)
+
+    study.check(asked("bf16", "int8", base="int8"))
+    study.check(asked("int8"))  # its base is another command's
+    write(tmp_path / "one")
+    made(tmp_path / "one")
+    study.check(asked("int8", base="bf16", output=tmp_path / "one"))
+    study.check(asked("int8", base="bf16", record=tmp_path / "one" / "study.json"))
+    with pytest.raises(UsageError, match="--base bf16: expected one of int8"):
+        study.check(asked("int8", base="bf16"))
+
+
 def test_a_record_says_what_was_trained_on_what(tmp_path):
     run = write(tmp_path, compile="true")
     write(tmp_path, "int8", runs_at_once=2)
@@ -444,6 +473,17 @@ def test_a_damaged_record_is_refused_in_a_line(damage, says, tmp_path):
     with pytest.raises(UsageError, match=says) as error:
         study_record.read(file)
     assert "\n" not in str(error.value)
+
+
+def test_a_bench_s_file_is_no_record(tmp_path, capsys):
+    file = tmp_path / "g.json"
+    content = {"schema": 1, "device": {"name": "AMD EPYC"}, "rows": []}
+    file.write_text(json.dumps(content))
+    words = ["study", "tiny", "--record", str(file), "-o", str(tmp_path / "new")]
+    assert execute("train", words) == 2
+    said = "has no recipes: expected a study's record"
+    assert capsys.readouterr().err == f"jetfire: {file}: {said}\n"
+    assert json.loads(file.read_text()) == content
 
 
 def test_the_page_and_the_readme_have_the_study(tmp_path):

@@ -39,8 +39,9 @@ def run(
         o.Texts, o.option("--set", "KEY=V,...", "As for training, of all runs (order=shuffled).")
     ] = None,
     base: Annotated[
-        str, o.option("--base", "NAME", "The recipe that others are compared with.", o.RECIPES)
-    ] = "bf16",
+        o.Text,
+        o.option("--base", "NAME", "The recipe that others are compared with (bf16).", o.RECIPES),
+    ] = None,
     window: Annotated[
         o.Text,
         o.option(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,8 @@ class StudyOptions:
     """The options of `jetfire train study` as they were given.
 
     Attributes:
-        recipes, base: as `Arm.parse` reads them.
+        recipes: as `Arm.parse` reads them.
+        base: so, too; None for bf16, which another command may train.
         jobs: runs at a time; None for one on each GPU.
         record: the file of the result; None for RECORD in the folder.
         window: the first and last step whose training losses count; None for the last fifth.
@@ -56,7 +57,7 @@ class StudyOptions:
     data: str | None = None
     device: str = "auto"
     jobs: int | None = None
-    base: str = "bf16"
+    base: str | None = None
     window: str | None = None
     record: Path | None = None
     strict_profile: bool = False
@@ -66,6 +67,11 @@ class StudyOptions:
     def file(self) -> Path:
         """Where the result is written."""
         return self.record or self.output / RECORD
+
+    @property
+    def baseline(self) -> Arm:
+        """What others are compared with."""
+        return Arm.parse(self.base or "bf16", "--base")
 
     @property
     def pairs(self) -> list[tuple[Arm, int]]:
@@ -118,7 +124,7 @@ def check(asked: StudyOptions) -> None:
     for name, option in (("recipe", "--recipe"), ("seed", "--seed"), ("parallel", "one GPU a run")):
         if name in split(asked.settings):
             raise UsageError(f"--set {name}=…: expected {option}")
-    base, first = Arm.parse(asked.base, "--base"), asked.pairs[0]
+    base, first = asked.baseline, asked.pairs[0]
     if asked.output.exists() and not asked.output.is_dir():
         raise UsageError(f"-o {asked.output}: expected a folder")
     if (asked.output / SETTINGS).exists():
@@ -128,10 +134,25 @@ def check(asked: StudyOptions) -> None:
     settings = asked.run(*first).begun()
     window = asked.bounds(settings.steps)
     files.check_output("--record", asked.record, ".json")
+    recorded: Collection[str] = ()
     if asked.record is not None and asked.record.exists():
         earlier = study_record.read(asked.record)
         common = study_record.unnamed(settings.as_dict(), first[0])
         study_record.check_goes_on(common, asked.preset, window, base.name, earlier, asked.record)
+        recorded = earlier["recipes"]
+    _check_base(asked, recorded)
+
+
+def _check_base(asked: StudyOptions, recorded: Collection[str]) -> None:
+    """Refuse a base that was named where there would be no run of it to compare with.
+
+    Args:
+        recorded: names of the arms whose runs are in the record.
+    """
+    base, names = asked.baseline.name, list(dict.fromkeys(arm.name for arm, _ in asked.pairs))
+    known = base in names or base in recorded or any(asked.output.glob(f"{base}-seed*"))
+    if asked.base is not None and not known:
+        raise UsageError(f"--base {asked.base}: expected one of {', '.join(names)}")
 
 
 def study(asked: StudyOptions) -> None:
@@ -226,7 +247,7 @@ def _record(asked: StudyOptions) -> StudyRecord | None:
         return None
     names = [name_of(*pair) for pair in asked.pairs]
     window = asked.bounds(done[0].settings.steps)
-    record = study_record.make(runs, window, Arm.parse(asked.base, "--base").name, names)
+    record = study_record.make(runs, window, asked.baseline.name, names)
     if asked.record is not None and asked.record.exists():
         record = study_record.added(record, study_record.read(asked.record), asked.record)
     study_record.write(record, asked.file)

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from jetfire.core import files, schema
 from jetfire.core.errors import UsageError
-from jetfire.core.files import Missing
+from jetfire.core.files import Missing, Unreadable
 from jetfire.core.schema import Count, Fields, Line, Measured, Name, NotNegative, Size
 from jetfire.gpt2.data.prepared import CorpusSource, TokenDigests
 from jetfire.gpt2.training import arms, log
@@ -527,11 +527,20 @@ def write(record: StudyRecord, file: Path) -> None:
     files.write(file, json.dumps(record, indent=1) + "\n")
 
 
+class _Kind(TypedDict, total=False):
+    """What tells a study's record from a bench's, which may have the same version."""
+
+    recipes: Any
+
+
 def read(file: Path) -> StudyRecord:
-    """
+    """Return a study's record.
+
     Raises:
-        Unreadable: it is no study's record, or of another version.
+        Unreadable: the file holds none, or one of another version.
     """
+    if "recipes" not in schema.load(file, _Kind, version=SCHEMA):
+        raise Unreadable(file, "has no recipes: expected a study's record")
     record = schema.load(file, StudyRecord, version=SCHEMA)
     every = [run["settings"] for losses in record["recipes"].values() for run in losses["runs"]]
     unsaid = {name: value for name, value in EARLIER.items() if not any(name in s for s in every)}
