@@ -397,6 +397,23 @@ def test_prepared_text_is_not_prepared_again_until_it_changes(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}
 
 
+def test_tokens_that_are_there_are_used_where_nothing_can_be_written(folder, monkeypatch):
+    """Tests may run as root, who may write everywhere: so what locks a file is replaced."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(prepare.files, "_lock", refused)
+    path = folder.parent / "a.txt"
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert prepare.prepare(path, "byte", folder) == folder
+    path.write_text("other\n" * 100)
+    for place in (folder, folder.parent / "new"):
+        with pytest.raises(UsageError, match=r"\.lock: cannot be written: Permission denied"):
+            prepare.prepare(path, "byte", place)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     "damage",
     [

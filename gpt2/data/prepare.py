@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from jetfire.core import files, terminal
 from jetfire.core.errors import UsageError, unknown
-from jetfire.core.files import Unreadable
+from jetfire.core.files import Unreadable, Unwritable
 from jetfire.gpt2.data import corpora, tokenizers
 from jetfire.gpt2.data.corpora import Corpus, Piece
 from jetfire.gpt2.data.prepared import META, SPLITS, CorpusSource, Meta, cache, opened, read_meta
@@ -96,11 +96,15 @@ def prepare(
         tokenizers.tiktoken()  # before hours of downloads
     found = [corpora.find(name, copy, cache(), say) for name in given]
     folder = Path(os.path.abspath(output or default_folder(given, chosen)))
-    with files.writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(folder, say):
-            files.tidy(folder.parent, folder.name)
-            _prepare(found, chosen, vocabulary, folder, show)
+    try:
+        with files.writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _turn(folder, say):
+                files.tidy(folder.parent, folder.name)
+                _prepare(found, chosen, vocabulary, folder, show)
+    except Unwritable:  # a cache that is read-only will do where the tokens are there
+        if not _same(folder, [corpus.source() for corpus in found], chosen, vocabulary):
+            raise
     return folder
 
 
