@@ -15,6 +15,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
@@ -187,12 +188,20 @@ def records(file: Path) -> list[Record]:
     if bad and bad[-1].cut:
         bad.pop()
     if bad:
-        numbers = ", ".join(str(line.number) for line in bad[:10])
-        more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
-        lines = "lines" if len(bad) > 1 else "line"
-        text = f"{file}: {lines} {numbers}{more} passed over: {bad[0].reason}"
-        warnings.warn(text, JetfireWarning, stacklevel=3)
+        warnings.warn(f"{file}: {_passed_over(bad)}", JetfireWarning, stacklevel=3)
     return kept
+
+
+def _passed_over(bad: Sequence[BadLine]) -> str:
+    """Return which lines hold no record, and why the first does not."""
+    # To the parser a line is a text of its own, whose errors are all in line 1.
+    reason = bad[0].reason.replace(" at line 1 column ", " at column ")
+    if len(bad) == 1:
+        own = f"line {bad[0].number}"
+        return f"{own} passed over: {reason.removeprefix(f'{own}: ')}"
+    numbers = ", ".join(str(line.number) for line in bad[:10])
+    more = f" and {len(bad) - 10} more" if len(bad) > 10 else ""
+    return f"lines {numbers}{more} passed over: {reason}"
 
 
 class Log:
