@@ -271,7 +271,10 @@ def compare(
     before, after = Results.load(a), Results.load(b)
     found = match(before, after, config, (str(a), str(b)))
     if not found.pairs:
-        raise UsageError(f"{a} and {b}: no row of one measures what a row of the other does")
+        first = found.gone[:1]
+        hints = [f": {name_of(row)}{hint}" for row in first if (hint := _hint(row, found.new))]
+        text = "no row of one measures what a row of the other does"
+        raise UsageError(f"{a} and {b}: {text}{''.join(hints)}")
     names = list(dict.fromkeys(str(r.device.get("name")) for r in (before, after)))
     title = f"{a} → {b} on {' → '.join(names)}; ratio above 1 is slower"
     value = {"devices": names, **found.as_dict()}
@@ -300,10 +303,12 @@ def _print(found: Match, title: str, a: Path, b: Path) -> None:
     for part in grouped(found.pairs, lambda pair: pair.after.op).values():
         console.print(show.heading(title, [pair.after for pair in part]), soft_wrap=True)
         console.print(table(part))
-    for file, other, rows in ((a, b, found.gone), (b, a, found.new)):
+    sides = (a, b, found.gone, found.new), (b, a, found.new, found.gone)
+    for file, other, rows, others in sides:
         if rows:
             more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
-            listed = f"{', '.join(map(name_of, rows[:NAMED]))}{more}"
+            named = [f"{name_of(row)}{_hint(row, others)}" for row in rows[:NAMED]]
+            listed = f"{', '.join(named)}{more}"
             console.print(f"in {file} and not in {other}: {listed}", soft_wrap=True, markup=False)
 
 
@@ -349,11 +354,15 @@ def _longer(pair: Pair) -> str:
     return f"{name_of(pair.after)} takes {pair.ratio:.2f}× as long"
 
 
-def _hint(gone: Row, new: Sequence[Row]) -> str:
-    """Say so where only the config, or the data, is another."""
-    for row in new:
-        if row.key(config=False) == gone.key(config=False):
+def _hint(lone: Row, others: Sequence[Row]) -> str:
+    """Say so where only the config, or the data, of a row is another in the other file.
+
+    Args:
+        others: the rows that the other file has alone.
+    """
+    for row in others:
+        if row.key(config=False) == lone.key(config=False):
             return " (there with another config: --ignore-config matches them)"
-        if (row.op, row.label, row.problem) == (gone.op, gone.label, gone.problem):
+        if (row.op, row.label, row.problem) == (lone.op, lone.label, lone.problem):
             return f" (there with data {row.data})"
     return ""

@@ -261,6 +261,24 @@ def test_ignored_configs_are_matched_and_judged(gate):
     assert gate(before, after, "--ignore-config", share="60%")[0] == 0
 
 
+def test_a_row_of_one_file_that_has_another_config_in_the_other_says_so(tmp_path, capsys):
+    a = save(tmp_path / "a.json", row(1.0), row(1.0, problem=OTHER), peer(1.0))
+    b = save(tmp_path / "b.json", row(1.0, config={"tile_m": 128}), peer(1.0))
+    assert execute(None, ["compare", a, b]) == 0
+    shown = capsys.readouterr().out
+    changed = "gemm triton m=8 n=8 (there with another config: --ignore-config matches them)"
+    assert f"in {a} and not in {b}: {changed}, gemm triton m=9 n=9\n" in shown
+    assert f"in {b} and not in {a}: {changed}\n" in shown
+    assert execute(None, ["compare", a, b, "--ignore-config"]) == 0
+    assert "config" not in capsys.readouterr().out
+
+
+def test_nothing_in_common_but_for_the_config_says_so(gate):
+    code, _, said = gate([row(1.0)], [row(1.0, config={"tile_m": 128})])
+    assert code == 2
+    assert "does: gemm triton m=8 n=8 (there with another config: --ignore-config" in said
+
+
 def test_rows_on_other_data_are_not_the_same(gate):
     code, _, said = gate([row(1.0, data="normal"), peer(1.0)], [row(1.0, data="heavy"), peer(1.0)])
     assert code == 4
