@@ -56,7 +56,7 @@ def run(
         bool, o.flag("--interpreter", "Triton kernels on the CPU, interpreted.")
     ] = False,
     format: o.Format = None,
-    output: Annotated[o.File, o.option("--output -o", "FILE", "Save as JSON.")] = None,
+    output: Annotated[o.File, o.option("--output -o", "FILE.json", "Save as JSON.")] = None,
     seed: o.Seed = 0,
     debug: o.Debug = False,
     version: o.Version = False,
@@ -78,8 +78,8 @@ def run(
         device = "cpu"
     from jetfire.fuzz import command
 
-    if reproduce is not None:
-        command.reproduce(reproduce, device, bool(load), sanitizer)
-        return
     named = [op.name for op in chosen] if ops else ()
+    if reproduce is not None:
+        command.reproduce(reproduce, device, bool(load), sanitizer, named)
+        return
     command.fuzz(o.collect(command.FuzzOptions, locals(), ops=named))

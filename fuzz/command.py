@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jetfire.core import loaded, registry, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import NoDeviceError, TimedOutError, UsageError, WrongResultError
-from jetfire.core.files import check_writable, is_stream, write
+from jetfire.core.files import check_output, check_writable, is_stream, write
 from jetfire.fuzz import sanitize, store
 from jetfire.fuzz.example import Example
 from jetfire.measure import data
@@ -73,8 +73,10 @@ def fuzz(asked: FuzzOptions) -> None:
         NoDeviceError: none of the kernels runs on the device.
         UsageError: no such op, kernel or file; or `--against` had nothing to compare with.
     """
-    if asked.output is not None:
+    if asked.output is not None and is_stream(asked.output):
         check_writable(asked.output)
+    else:
+        check_output("-o", asked.output, ".json")
     from jetfire.fuzz import jobs
 
     pairs = _pairs(asked)
@@ -416,18 +418,29 @@ def _result(pair: dict[str, Any], summary: dict[str, Any]) -> str:
 
 
 def reproduce(
-    name: str, device_name: str, given: bool = False, sanitizer: str | None = None
+    name: str,
+    device_name: str,
+    given: bool = False,
+    sanitizer: str | None = None,
+    ops: Sequence[str] = (),
 ) -> None:
     """Run a saved case again, up to `RACY_RUNS` times where a race may be what was wrong.
 
     Args:
         given: files were named by --load, in place of those that it was saved with.
+        ops: names, of which the case's is to be one; where there are none, it may be of any.
 
     Raises:
         WrongResultError: it still fails.
-        UsageError: its kernel, or the one that it is compared with, does not run it here.
+        UsageError: it is of another op; or its kernel, or the one that it is compared with, does
+            not run it here.
     """
     saved = store.find(name)
+    if ops and saved.case.op not in ops:
+        asked = ", ".join(ops)
+        raise UsageError(
+            f"--reproduce {name}: expected a case of {asked}: it is of {saved.case.op}"
+        )
     if saved.load and not saved.own and not loaded.files():
         listed = ", ".join(map(ascii, saved.load))
         raise UsageError(

@@ -149,13 +149,15 @@ def test_what_may_be_a_race_is_run_more_often(kind, monkeypatch, capsys):
 
 
 def test_another_kernel_s_outputs_are_compared(here, tmp_path):
+    file = tmp_path / "o.json"
     words = ["gelu", "--load", str(FILE), "--kernel", "torch", "--largest", "40"]
-    assert fuzz(*words, "--against", "wrong", "--examples", "25", "-o", str(tmp_path / "o")) == 3
-    (pair,) = json.loads((tmp_path / "o").read_text())["pairs"]
+    words += ["--examples", "25", "-o", str(file)]
+    assert fuzz(*words, "--against", "wrong") == 3
+    (pair,) = json.loads(file.read_text())["pairs"]
     assert pair["failures"][0]["kind"] == "kernel"
     assert pair["failures"][0]["case"]["other"]["kernel"] == "wrong"
-    assert fuzz(*words, "--against", "random", "--examples", "25", "-o", str(tmp_path / "o")) == 0
-    (pair,) = json.loads((tmp_path / "o").read_text())["pairs"]
+    assert fuzz(*words, "--against", "random") == 0
+    (pair,) = json.loads(file.read_text())["pairs"]
     assert 0 < pair["differing"] < 100
     assert pair["compared"] > 1000
 
@@ -197,17 +199,17 @@ def clock(monkeypatch):
 def test_the_budget_ends_it(clock, tmp_path, capsys):
     """Alone it is how long to go on; of examples that were asked for some are missing."""
     clock()
-    words = ["gemm", "--kernel", "int_mm", "--budget", "60s", "-o", str(tmp_path / "o")]
+    words = ["gemm", "--kernel", "int_mm", "--budget", "60s", "-o", str(tmp_path / "o.json")]
     assert fuzz(*words) == 0
     assert "the budget ended it" in capsys.readouterr().err
-    assert json.loads((tmp_path / "o").read_text())["pairs"][0]["examples"] == 60
+    assert json.loads((tmp_path / "o.json").read_text())["pairs"][0]["examples"] == 60
     assert fuzz(*words, "--examples", "100") == 6
     out, err = capsys.readouterr()
     assert "the budget ended it" in err
     assert "time ended before 1 of 1 kernel had their examples" in err
     assert " 60 of 100 " in out
     assert "out of time" in out
-    assert json.loads((tmp_path / "o").read_text())["short"] == ["gemm int_mm"]
+    assert json.loads((tmp_path / "o.json").read_text())["short"] == ["gemm int_mm"]
     assert fuzz(*words, "--examples", "30") == 0
 
 
@@ -253,9 +255,9 @@ def test_a_kernel_without_an_example_is_short_whatever_was_asked_for(clock):
 
 
 def test_what_ran_elsewhere_is_said(here, tmp_path, capsys):
-    words = ["transpose", "gemm", "--examples", "2", "-o", str(tmp_path / "o")]
+    words = ["transpose", "gemm", "--examples", "2", "-o", str(tmp_path / "o.json")]
     assert fuzz(*words) == 0
-    summary = json.loads((tmp_path / "o").read_text())
+    summary = json.loads((tmp_path / "o.json").read_text())
     elsewhere = ["gemm wgmma", "gemm mma", "gemm gluon"]
     assert [name for name in summary["elsewhere"] if "triton" not in name] == elsewhere
     count = len(summary["elsewhere"])
@@ -274,8 +276,8 @@ def test_the_seed_is_the_one_that_was_given(here, tmp_path, monkeypatch):
     for seed in ("7", "7", "8"):
         drawn.append([])
         words = ["transpose", "--kernel", "torch", "--examples", "30", "--seed", seed]
-        assert fuzz(*words, "-o", str(tmp_path / "o")) == 0
-        assert json.loads((tmp_path / "o").read_text())["seed"] == int(seed)
+        assert fuzz(*words, "-o", str(tmp_path / "o.json")) == 0
+        assert json.loads((tmp_path / "o.json").read_text())["seed"] == int(seed)
     assert len(drawn[0]) == 30
     assert drawn[0] == drawn[1]
     assert not set(drawn[0]) & set(drawn[2])
@@ -297,7 +299,7 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
         "--device",
         "cpu",
         "-o",
-        str(tmp_path / "o"),
+        str(tmp_path / "o.json"),
     ]
     child = subprocess.Popen(
         [sys.executable, "-m", "jetfire.cli", "fuzz", *words],
@@ -313,7 +315,7 @@ def test_an_interrupted_run_sums_up_what_it_did(tmp_path):
     finally:
         child.kill()
     assert child.returncode == 130, err
-    summary = json.loads((tmp_path / "o").read_text())
+    summary = json.loads((tmp_path / "o.json").read_text())
     torch, _ = summary["pairs"]
     assert torch["examples"] >= 25
     assert f" {torch['examples']} of 100000 " in out
@@ -331,11 +333,11 @@ def test_a_kernel_that_an_interrupted_run_did_not_come_to_has_not_run(
 
     monkeypatch.setattr(InProcess, "run", run)
     words = ["gelu", "transpose", "--kernel", "torch", "--examples", "30"]
-    assert fuzz(*words, "-o", str(tmp_path / "o")) == 130
+    assert fuzz(*words, "-o", str(tmp_path / "o.json")) == 130
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " torch " in line]
     assert [(row[0], row[-1]) for row in rows] == [("gelu", "ok"), ("transpose", "run")]
     assert rows[1][-2:] == ["not", "run"]
-    summary = json.loads((tmp_path / "o").read_text())
+    summary = json.loads((tmp_path / "o.json").read_text())
     assert [pair["examples"] for pair in summary["pairs"]] == [25, 0]
     assert summary["finished"] is False
 
@@ -379,13 +381,13 @@ def test_a_killed_run_leaves_what_its_jobs_had_done_by_then(tmp_path):
         "--jobs",
         "2",
         "-o",
-        str(tmp_path / "o"),
+        str(tmp_path / "o.json"),
     ]
-    (tmp_path / "o").write_text('{"finished": true}')  # of a run before
+    (tmp_path / "o.json").write_text('{"finished": true}')  # of a run before
     child = forked.Command("fuzz", words, TMPDIR=str(tmp_path))  # its jobs' folder stays
     try:
         end = time.monotonic() + 300
-        while not all(examples := counts(tmp_path / "o")):
+        while not all(examples := counts(tmp_path / "o.json")):
             assert child.runs(), child.said()
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -393,7 +395,7 @@ def test_a_killed_run_leaves_what_its_jobs_had_done_by_then(tmp_path):
         child.kill()
     _, slow = examples
     assert 0 < slow < 25
-    summary = json.loads((tmp_path / "o").read_text())
+    summary = json.loads((tmp_path / "o.json").read_text())
     assert (summary["finished"], summary["out_of_time"]) == (False, False)
 
 
@@ -408,12 +410,12 @@ def test_the_record_is_written_now_and_then_and_is_unfinished_until_the_end(
     clock, records = clock(), []
 
     def write(path, text):
-        assert path == tmp_path / "o"
+        assert path == tmp_path / "o.json"
         records.append((clock.now, json.loads(text)))
 
     monkeypatch.setattr("jetfire.fuzz.command.write", write)
     words = ["gemm", "transpose", "--kernel", "int_mm", "--kernel", "torch", "--examples", "60"]
-    assert fuzz(*words, "-o", str(tmp_path / "o")) == 0
+    assert fuzz(*words, "-o", str(tmp_path / "o.json")) == 0
     *before, (_, last) = records
     times = [now for now, _ in before]
     assert times[0] == 1000.0
@@ -447,6 +449,8 @@ def test_what_is_no_file_has_the_record_once(clock, capfd):
         (["gemm", "--kernel", "wgmma"], 5, "none of these kernels runs on"),
         (["gelu", "-o", "/no/such/folder/o.json"], 2, "cannot be written: No such file"),
         (["gelu", "-o", "/"], 2, "is a folder"),
+        (["gelu", "-o", "x.xyz"], 2, "-o x.xyz: expected a file named .json"),
+        (["gelu", "-o", "x.csv"], 2, "-o x.csv: expected a file named .json"),
     ],
 )
 def test_bad_requests(words, code, said, capsys):
@@ -473,6 +477,16 @@ def test_a_case_of_kernels_that_are_not_for_this_device(capsys):
     name, _ = saved_gemm("int_mm", Other("wgmma", config))
     assert fuzz("--reproduce", name) == 2
     assert f"--reproduce {name}: wgmma on {CPU.label}: " in capsys.readouterr().err
+
+
+def test_a_case_is_of_an_op_that_was_named(capsys):
+    name, _ = saved_gemm("wgmma")
+    assert fuzz("gelu", "--reproduce", name) == 2
+    said = f"jetfire: --reproduce {name}: expected a case of gelu: it is of gemm\n"
+    assert capsys.readouterr().err == said
+    for named in (["gemm"], ["gelu", "gemm"], ["all"]):
+        assert fuzz(*named, "--reproduce", name) == 2
+        assert f"--reproduce {name}: wgmma on {CPU.label}: " in capsys.readouterr().err
 
 
 def save_with(file, case):
@@ -535,6 +549,7 @@ def test_bad_requests_are_told_before_torch_is_imported(tmp_path):
         ["--load", str(tmp_path / "none.py")],
         ["--sanitizer", "valgrind"],
         ["-o", str(tmp_path / "none" / "o.json")],
+        ["-o", str(tmp_path / "o.xyz")],
         ["--reproduce", "gelu-torch-00000000"],
         ["--reproduce", str(tmp_path / "none.json")],
     ]
@@ -665,7 +680,7 @@ def test_the_table_comes_before_the_file(here, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("jetfire.fuzz.command.write", full)
     words = ["transpose", "--kernel", "torch", "--examples", "2", "--largest", "20"]
-    assert fuzz(*words, "-o", str(tmp_path / "o")) == 2
+    assert fuzz(*words, "-o", str(tmp_path / "o.json")) == 2
     out, err = capsys.readouterr()
     assert "ragged" in out
     assert "disk full" in err
