@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetfire.bench.judgement import expect_right
 from jetfire.bench.progress import watch
-from jetfire.core import loaded, terminal
+from jetfire.core import loaded, profiles, terminal
 from jetfire.core.device import Device
 from jetfire.core.errors import (
     Interrupted,
@@ -70,7 +70,7 @@ class BenchOptions:
         """Refuse options of which one is wrong on any machine, or two contradict each other.
 
         Raises:
-            UsageError: it says which.
+            UsageError: it says which; or the user's folder of profiles is none.
             NoDeviceError: there is no such profiler here.
         """
         if self.format is not None and self.format not in FORMATS:
@@ -105,6 +105,7 @@ class BenchOptions:
         check_output("--plot", self.plot, *PLOTS)
         if self.output is not None:
             check_writable(self.output)
+        profiles.check_folder()
         if self.profile is not None:
             ncu.check(self.device)
 
@@ -146,7 +147,7 @@ def bench(asked: BenchOptions) -> None:
     request = request and request.on(device)
     work = _work(asked, request, device)
     runner.check_rows(work, len(existing.rows) if existing else 0)
-    runner.check_config(work)
+    runner.check_config(work, device)
     if asked.suite == "promotion" or (request is not None and not asked.dry_run):
         runner.check_device(work, device)
     elif device.kind == "cpu" and not asked.dry_run:
@@ -213,11 +214,15 @@ def _dry_run(work: Sequence[Work], device: Device) -> None:
 
     lines = [f"{device.label}: {plural(len(work), 'problem')}"]
     for case, options in work:
+        choices = runner.choices(case, device, options)
+        if lack := runner.memory_lack(case, device):
+            lines.append(f"{case}: left out: {lack}")
+            continue
         gib = runner.memory_needed(case, device) / 2**30
         sets = runner.sets_of(case, device)
         needs = f"{plural(sets, 'set')} of inputs, {gib:.2f} GiB"
         lines.append(f"{case}: {needs}, {plural(options.rounds, 'sample')} per row")
-        for choice in runner.choices(case, device, options):
+        for choice in choices:
             if choice.reason is None:
                 config = fields_text(choice.config.as_dict())
                 text = f"  {choice.label} ({choice.profile or 'given'}) {config}".rstrip()

@@ -163,6 +163,24 @@ def path(folder: Path, device: Device, op: str) -> Path:
     return folder / device_slug(device) / f"{op}.json"
 
 
+def check_folder() -> None:
+    """Refuse a JETFIRE_PROFILES that holds no profiles, though it may not be there yet.
+
+    It is for what measures: a lookup goes on with the shipped profiles, as models should.
+
+    Raises:
+        UsageError: it is a file, or cannot be read.
+    """
+    given = os.environ.get("JETFIRE_PROFILES")
+    try:
+        if given:
+            os.listdir(given)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UsageError(f"JETFIRE_PROFILES={given}: expected a folder: {error.strerror}") from None
+
+
 @remembered
 def files() -> tuple[Path, ...]:
     """Return every profile there is, the user's first."""

@@ -143,25 +143,40 @@ def check_device(work: Sequence[tuple[Case, Options]], device: Device) -> None:
             )
 
 
-def check_config(work: Sequence[tuple[Case, Options]]) -> None:
-    """Refuse a config field that none of the kernels has.
+def check_config(work: Sequence[tuple[Case, Options]], device: Device) -> None:
+    """Refuse a config field that none of the kernels has, or none of those that run here.
+
+    Where none runs here, that is for `check_device` to say.
 
     Raises:
         UsageError: the message lists the fields that they have.
     """
-    by_op = {case.op.name: options for case, options in work}
+    names = dict.fromkeys(name for _, options in work for name in options.config)
+    if not names:
+        return
     chosen = [
-        kernel
-        for op, options in by_op.items()
-        for kernel in registry.kernels(op).values()
+        (kernel, case, options)
+        for case, options in work
+        for kernel in registry.kernels(case.op.name).values()
         if options.kernels is None or kernel.name in options.kernels
     ]
-    fields = dict.fromkeys(n for kernel in chosen for n in kernel.Config.__dataclass_fields__)
-    for name in dict.fromkeys(name for options in by_op.values() for name in options.config):
-        if name not in fields:
-            if not fields:
-                raise UsageError(f"no config field {name!r}: these kernels have none")
-            raise unknown(f"no config field {name!r}", name, fields)
+    every = [one[0] for one in chosen]
+    running = [one[0] for one in chosen if _runs(*one, device)]
+    for kernels in (every, running or every):
+        fields = dict.fromkeys(n for kernel in kernels for n in kernel.Config.__dataclass_fields__)
+        for name in names:
+            if name not in fields:
+                if not fields:
+                    raise UsageError(f"no config field {name!r}: these kernels have none")
+                raise unknown(f"no config field {name!r}", name, fields)
+
+
+def _runs(kernel: Kernel, case: Case, options: Options, device: Device) -> bool:
+    """Return whether a chosen kernel takes a problem on a device, with its default config."""
+    if options.kernels is None and interpreted(kernel, device):
+        return False
+    default = kernel.default(case.problem, device)
+    return kernel.legal(case.problem, default, device) is None
 
 
 def check_rows(work: Sequence[tuple[Case, Options]], there: int) -> None:
@@ -221,6 +236,14 @@ def memory_free(device: Device) -> int | None:
     return None
 
 
+def memory_lack(case: Case, device: Device) -> str | None:
+    """Return why a problem is left out for its memory; None where there is enough of it."""
+    needed, free = memory_needed(case, device), memory_free(device)
+    if free is None or needed <= free:
+        return None
+    return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+
+
 def _arch(device: Device) -> str:
     return "interpreted" if device.capability is None else "sm_{}{}".format(*device.capability)
 
@@ -271,12 +294,8 @@ class Runner:
                 self._note_once(f"{case.op.name}: {choice.label} left out: {choice.reason}")
         if not legal:
             return []
-        needed, free = memory_needed(case, self.device), memory_free(self.device)
-        if free is not None and needed > free:
-            self.note(
-                f"{case}: left out: needs about {needed / 2**30:.1f} GiB, "
-                f"{free / 2**30:.1f} GiB are free"
-            )
+        if lack := memory_lack(case, self.device):
+            self.note(f"{case}: left out: {lack}")
             return []
         try:
             return self._measure(case, legal)

@@ -250,6 +250,19 @@ def test_a_problem_too_large_is_left_out_before_allocating(monkeypatch):
     assert "needs about 0.0 GiB, 0.0 GiB are free" in notes[0]
 
 
+def test_a_dry_run_says_which_problem_is_too_large(monkeypatch, capsys):
+    free = runner.memory_needed(case(m=64, n=64, k=64), CPU)
+    monkeypatch.setattr(runner, "memory_free", lambda _: free)
+    words = ["gemm", "--m", "64,4096", "--block", "32", "--device", "cpu", "--dry-run"]
+    assert execute("bench", words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    small, large = (line for line in lines if line.startswith("gemm m="))
+    assert "left out" not in small
+    lack = runner.memory_lack(case(m=4096, n=4096, k=4096), CPU)
+    assert large.endswith(f": left out: {lack}")
+    assert large == lines[-1]  # none of its kernels is listed
+
+
 def test_memory_needed_covers_inputs_outputs_and_reference():
     size = 1024
     needed = runner.memory_needed(case(m=size, n=size, k=size), CPU)

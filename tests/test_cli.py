@@ -80,6 +80,8 @@ USAGE = [
     (["gemm", "--set", "m=8"], "--set m=…: expected --m"),
     (["gemm", "--config", "nope=1"], "no config field 'nope': expected one of"),
     (["gemm", "--config", "tile_m=64,128"], "expected one value"),
+    ([*SMALL, "--config", "tile_m=64"], "no config field 'tile_m': these kernels have none"),
+    ([*SMALL, "--config", "tile_m=64", "--dry-run"], "no config field 'tile_m': these kernels"),
     (["quantize", "--k", "8"], "--k: quantize has only m and n"),
     (["quantize", "--mode", "bwd"], "quantize has no mode 'bwd': expected fwd"),
     (["gemm", "--append"], "--append: expected -o FILE.json"),
@@ -141,6 +143,14 @@ def test_dry_run_measures_nothing(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "2 problems" in text
     assert text.count("int_mm") == 2
+
+
+def test_a_config_of_kernels_that_are_not_for_this_device_is_no_mistake(capsys):
+    named = [*SMALL, "--kernel", "wgmma", "--config", "stages=3"]
+    assert bench(*named) == 5
+    assert "gemm/wgmma does not run on" in capsys.readouterr().err
+    assert bench(*named, "--dry-run") == 0
+    assert "wgmma left out: needs sm_90" in capsys.readouterr().out
 
 
 def test_the_whole_way_on_the_cpu(tmp_path, capsys):

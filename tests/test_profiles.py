@@ -830,6 +830,16 @@ def test_a_strict_command_line_exits_2(toy, capsys, monkeypatch):
     assert "tune it: jetfire-tune gemm --m 64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_a_file_in_place_of_the_users_folder_is_a_line(toy, folder, monkeypatch, capsys, inside):
+    folder.write_text("")
+    monkeypatch.setenv("JETFIRE_PROFILES", str(folder / inside))
+    expected = f"JETFIRE_PROFILES={folder / inside}: expected a folder: Not a directory"
+    for words in (DRY, DRY[:-1]):
+        assert cli.execute("bench", words) == 2
+        assert capsys.readouterr().err == f"jetfire: {expected}\n"
+
+
 # What is shown.
 
 
