@@ -50,6 +50,8 @@ REFUSED = {
     "tune gemm --report x.pdf": "--report x.pdf: expected a file named .html",
     "tune gemm --record x.zip": "--record x.zip: expected a file named .json or .json.gz",
     "tune gemm -o x.json": "-o x.json: expected --unseen N",
+    "tune gemm --max-noise 0 --dry-run": "--max-noise 0: expected a share above 0",
+    "tune gemm --storage foo://x --dry-run": "cannot open --storage foo://x: ",
     "tune --unseen 0": "--unseen 0",
     "tune --all --m 64": "--all: only OP and --block narrow",
     "tune show gmem": "no op 'gmem' (did you mean gemm?)",

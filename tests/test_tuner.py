@@ -1565,6 +1565,10 @@ BAD = {
     ("--data", "bogus"): "--data bogus: expected one of normal",
     ("--kernel", "bogus"): "no kernel 'bogus': expected torch or triton",
     ("--storage", "foo://bar"): "cannot open --storage foo://bar: ",
+    ("--max-noise", "0"): "--max-noise 0: expected a share above 0 and below 100%",
+    ("--max-noise", "0.0%"): "--max-noise 0.0%: expected a share above 0 and below 100%",
+    ("--max-noise", "100%"): "--max-noise 100%: expected a share above 0 and below 100%",
+    ("--max-noise", "200%"): "--max-noise 200%: expected a share above 0 and below 100%",
     ("--device", "tpu"): "device 'tpu': expected auto, cpu, cuda or cuda:N",
     ("--block", "33"): "block=33: expected 32 or 64 or 128",
     ("--workload", "gpt9"): "no workload 'gpt9'",
@@ -1587,6 +1591,17 @@ def test_a_bad_option_is_one_line(interpreted, tmp_path):
     code, _, errors = interpreted("nonsense")
     assert (code, len(errors)) == (2, 1)
     assert "nonsense" in errors[0]
+
+
+def test_a_field_that_no_kernel_searches_is_refused_without_its_device(capsys):
+    words = ("gemm", "--m", "64", "--block", "32", "--kernel", "wgmma", "--device", "cpu")
+    code, out, errors = tune(capsys, *words, "--space", "foo=1")
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert errors[0].startswith("jetfire: --space foo: no kernel searches it: expected one of ")
+    assert "stages" in errors[0]
+    code, _, errors = tune(capsys, *words, "--space", "stages=3")
+    assert code == 5
+    assert "no kernel to tune for these problems" in errors[0]
 
 
 def test_all_takes_ops_and_blocks(interpreted):

@@ -118,7 +118,7 @@ def test_timing_goes_on_until_the_noise_is_small(monkeypatch):
 
 
 def test_the_command_keeps_a_digest(interpreted, tmp_path):
-    options = ("--bits", "same", "--max-noise", "0%", "--trials", 1, "--trial-timeout", "300s")
+    options = ("--bits", "same", "--max-noise", "0.0001%", "--trials", 1, "--trial-timeout", "300s")
     code, _, errors = interpreted(*SMALL, *options)
     assert code == 0, errors[-3:]
     (entry,) = entries(tmp_path)

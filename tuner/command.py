@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jetfire.core import registry, terminal
 from jetfire.core.device import Device
-from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError
+from jetfire.core.errors import Interrupted, NoDeviceError, TimedOutError, UsageError, unknown
 from jetfire.core.files import write
 from jetfire.core.kernel import Kernel
 from jetfire.core.launch import needs_another_device
@@ -49,6 +49,7 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
     found = [_target(asked, case, kernel, device) for case, kernel in dict.fromkeys(pairs)]
     tunable = [target for target in found if isinstance(target, SearchTarget)]
     if pairs and not tunable:
+        _check_space(asked, pairs, device)
         why = "; ".join(dict.fromkeys(str(reason) for reason in found))
         elsewhere = any(needs_another_device(k, case.problem, device) for case, k in pairs)
         kind = NoDeviceError if elsewhere else UsageError
@@ -56,6 +57,18 @@ def targets(asked: TuneOptions, device: Device) -> list[SearchTarget]:
     if not asked.missing:
         return tunable
     return [target for target in tunable if not is_current(target.found(device), asked.objective)]
+
+
+def _check_space(asked: TuneOptions, pairs: Sequence[tuple[Case, Kernel]], device: Device) -> None:
+    """Refuse a field of --space that no kernel searches, be it one that runs here or not.
+
+    Raises:
+        UsageError: the message lists the fields that they search.
+    """
+    fields = dict.fromkeys(n for case, kernel in pairs for n in kernel.space(case.problem, device))
+    for name in asked.space:
+        if fields and name not in fields:
+            raise unknown(f"--space {name}: no kernel searches it", name, fields)
 
 
 def _target(asked: TuneOptions, case: Case, kernel: Kernel, device: Device) -> SearchTarget | str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jetfire.core import registry
-from jetfire.core.errors import UsageError, unknown
+from jetfire.core.errors import UsageError, first_line, unknown
 from jetfire.core.files import check_output
 from jetfire.measure import data, ncu
 from jetfire.measure.plan import Case, check_peers
@@ -36,6 +37,32 @@ class Effort:
 
 
 EFFORTS = {"quick": Effort(40, 3, 15, 4.0), "full": Effort(250, 6, 40, 20.0)}
+
+
+def without_password(url: str) -> str:
+    """Return a database's URL as it may be shown."""
+    return re.sub(r"(://[^/@:]*:)[^/@]*@", r"\1***@", url)
+
+
+def check_storage(text: str | None) -> None:
+    """Refuse the URL of a database of an unknown kind; what is no URL is a file or a folder.
+
+    Raises:
+        UsageError: there is no such kind, or the URL has no meaning.
+    """
+    if text is None or "://" not in text:
+        return
+    from sqlalchemy.engine import make_url
+
+    try:
+        make_url(text).get_dialect()
+    except Exception as error:  # a database's own package may raise any
+        shown = without_password(text)
+        reason = first_line(error).replace(text, shown)
+        raise UsageError(
+            f"cannot open --storage {shown}: {reason}: expected a URL such as sqlite:///FILE or "
+            "postgresql://…"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -110,6 +137,7 @@ class TuneOptions:
             )
         if self.max_noise is not None and self.objective != "time":
             raise UsageError(f"--objective {self.objective}: expected time with --max-noise")
+        check_storage(self.storage)
         check_page(self.report)
         check_output("--record", self.record, ".json", ".json.gz")
         check_output("-o", self.output, ".json")

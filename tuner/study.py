@@ -34,6 +34,7 @@ from jetfire.measure import provenance
 from jetfire.measure.plan import Note
 from jetfire.measure.timer import VERSION as TIMER_VERSION
 from jetfire.report.text import plural
+from jetfire.tuner.options import without_password
 from jetfire.tuner.space import Space
 from jetfire.tuner.strategies import Exhausted, Strategy, distributions, is_taken
 from jetfire.tuner.trial import Measurement, Objective, score
@@ -224,10 +225,6 @@ def _told(error: Exception, where: object) -> str:
     return f"{where}: {first_line(cause)}"
 
 
-def _without_password(url: str) -> str:
-    return re.sub(r"(://[^/@:]*:)[^/@]*@", r"\1***@", url)
-
-
 def _database(url: str) -> RDBStorage:
     """Return the storage behind a URL.
 
@@ -244,7 +241,7 @@ def _database(url: str) -> RDBStorage:
             if attempt < 4 and re.search("already exists|UNIQUE|duplicate", str(error)):
                 time.sleep(0.1 * 2**attempt)
                 continue
-            shown = _without_password(url)
+            shown = without_password(url)
             reason = first_line(error).replace(url, shown)
             raise UsageError(f"cannot open --storage {shown}: {reason}") from None
     raise AssertionError("unreachable")
@@ -298,7 +295,7 @@ class Study:
             if isinstance(storage, BaseStorage)
             else storage_of(storage, identity.name, note)
         )
-        self._where = str(self.file) if self.file else _without_password(str(storage))
+        self._where = str(self.file) if self.file else without_password(str(storage))
         self._read: dict[int, tuple[Config, Measurement] | None] = {}
         with self._using(), self._alone():
             self.optuna = self._opened(opened, strategy)

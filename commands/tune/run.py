@@ -134,7 +134,6 @@ def run(
     if replay is not None:
         useful = ("replay", "ops", "strategy", "trials", "seed", "record", "profile", "load")
         o.alone(run, f"--replay {replay}", locals(), *useful)
-    from jetfire.bench.compare import parse_share
     from jetfire.core.device import Device
     from jetfire.measure import plan
     from jetfire.tuner import options
@@ -151,7 +150,7 @@ def run(
         space=plan.parse_settings("--space", space or []),
         peers=plan.kept_peers(peers),
         shard=o.shard(shard),
-        max_noise=None if max_noise is None else parse_share(max_noise, "--max-noise"),
+        max_noise=None if max_noise is None else _noise(max_noise),
         keep=not unseen,
     )
     if output is not None and not unseen:
@@ -180,3 +179,17 @@ def run(
         names = ", ".join(op.name for op in request.ops)
         raise UsageError(f"{names}: has nothing to tune: it launches the kernels of other ops")
     command.tune(dataclasses.replace(asked, cases=cases))
+
+
+def _noise(text: str) -> float:
+    """Return the share that --max-noise gives.
+
+    Raises:
+        UsageError: it is none above 0 and below 100%.
+    """
+    from jetfire.bench.compare import parse_share
+
+    share = parse_share(text, "--max-noise")
+    if not 0 < share < 1:
+        raise UsageError(f"--max-noise {text}: expected a share above 0 and below 100%")
+    return share
