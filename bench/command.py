@@ -70,7 +70,7 @@ class BenchOptions:
         """Refuse options of which one is wrong on any machine, or two contradict each other.
 
         Raises:
-            UsageError: it says which; or the user's folder of profiles is none.
+            UsageError: it says which; or JETFIRE_PROFILES is no folder.
             NoDeviceError: there is no such profiler here.
         """
         if self.format is not None and self.format not in FORMATS:

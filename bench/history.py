@@ -145,7 +145,7 @@ class KernelTimes:
 
     @cached_property
     def between(self) -> float:
-        """Return how far one run is from the next, as a deviation; few changes do not count."""
+        """Return how far one run is from the next, as a deviation, less a few changes of level."""
         steps = [abs(b - a) for a, b in zip(self.values, self.values[1:], strict=False)]
         return _OF_DIFFERENCE * median(steps) if steps else 0.0
 

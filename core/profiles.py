@@ -164,9 +164,9 @@ def path(folder: Path, device: Device, op: str) -> Path:
 
 
 def check_folder() -> None:
-    """Refuse a JETFIRE_PROFILES that holds no profiles, though it may not be there yet.
+    """Refuse a JETFIRE_PROFILES that is no folder; it need not exist yet.
 
-    It is for what measures: a lookup goes on with the shipped profiles, as models should.
+    Commands that measure ask this. A model's lookup passes over it and takes shipped profiles.
 
     Raises:
         UsageError: it is a file, or cannot be read.

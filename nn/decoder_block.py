@@ -54,9 +54,11 @@ class DecoderBlock(nn.Module):
     It calls its layers as it did before where there is no BF16 autocast, where a layer was replaced
     since or has hooks, and where parameters are no longer fp32. Attention is the model's own:
     rotary embeddings, norms of query and key, windows, masks, caches and implementations are as
-    before. Checkpointing gives the bits that there are without it, but for two: reentrant, it
-    rounds gradients by other draws, at the same loss; and of layers with `kept=4` attention keeps
-    BF16 under it, so that gradients lack that rounding.
+    before.
+
+    Checkpointing gives the bits that there are without it, with two exceptions. Reentrant
+    checkpointing rounds gradients by other draws, at the same loss. And attention of layers with
+    `kept=4` keeps BF16 under checkpointing, so that gradients lack that rounding.
 
     Attributes:
         flow: side of the blocks of what flows between products.

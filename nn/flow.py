@@ -548,7 +548,11 @@ def _of_weights(
     wanted: Product,
     setting: Setting,
 ) -> list[Tensor | None]:
-    """Return the weights' part of `_gradients`; `sizes` are the columns of g that are each's."""
+    """Return the gradients of the weights, as `_gradients` has them.
+
+    Args:
+        sizes: how many columns of g belong to each weight.
+    """
     found: list[Tensor | None] = []
     for i, weight in enumerate(weights):
         gradient = None

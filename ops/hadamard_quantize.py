@@ -509,7 +509,7 @@ def _expect_together(
 def _codes_read(
     q: Quantized4 | None, out: Out, rows: int, dx_hat: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the packed and the wide codes, one of them, that a backward reads; neither of none."""
+    """Return the packed and the wide codes for backward: one is None, and both are without q."""
     if q is None:
         return None, None
     n = dx_hat.shape[1]

@@ -406,7 +406,7 @@ class Study:
         return seen.issuperset(self.space.pool)
 
     def _tried_before(self, asked: optuna.Trial) -> bool:
-        """Return whether an earlier trial has the same config, and an outcome or yet to come."""
+        """Return whether an earlier trial has the config, and an outcome or one yet to come."""
         end = time.monotonic() + CHOOSING_S
         params = asked.params  # a copy each time
         while True:

@@ -80,7 +80,7 @@ class Measurement:
 
 
 def digits(value: float) -> float:
-    """Return six digits: no clock gives more, and what is kept is read by people too."""
+    """Return a number to six digits: no clock gives more, and people read what is kept."""
     return float(f"{value:.6g}")
 
 

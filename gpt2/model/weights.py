@@ -111,11 +111,11 @@ def _sizes(shape: Shape) -> str:
 def check_replaceable(folder: Path) -> None:
     """Check that `save_transformers` would write over nothing there but an earlier export.
 
-    That is a folder whose config.json says just what an export's does. Its weights may be of
-    another model: where an export is killed while it takes the place of an earlier one, they are.
+    Its config.json tells an export. The weights beside it may be of another model, as an export
+    leaves them that was killed while it took the place of an earlier one.
 
     Raises:
-        UsageError: it would.
+        UsageError: it would write over something else.
     """
     taken = [name for name in (CONFIG, MODEL) if os.path.lexists(folder / name)]
     if taken and not _is_export(folder):
@@ -124,7 +124,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Return whether a folder's config.json says just what that of an export of its sizes does."""
+    """Return whether a folder's config.json is just what an export of its sizes writes."""
     try:
         shape = shape_of(folder / CONFIG)
         found: Any = schema.load(folder / CONFIG, Plain)
